@@ -1,0 +1,1 @@
+"""Structure-aware speculative decoding for LLM agents on your own vLLM."""

@@ -1,0 +1,256 @@
+"""Sending finished spans: which exporter, and a span processor that can neither block nor hang an exit.
+
+Why not the SDK's BatchSpanProcessor: its shutdown joins a thread that may sit in a retry for 30 seconds
+(a process that was told to stop gets killed with requests in flight), and what it drops shows in no
+counter that we can publish. `BoundedSpanProcessor` has its own queue, one daemon thread and one bound.
+
+Endpoint and protocol follow the standard `OTEL_EXPORTER_OTLP_*` variables. Two wrong pairs are common and
+silent, so they are repaired: port 4317 without a protocol means gRPC (the specification's default would be
+HTTP), and an HTTP endpoint without a path gets `/v1/traces`. The first success and the first failure are
+logged once each, so that "no spans arrive" has an answer in the log.
+
+This module needs the SDK; import it only where spans were asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+from urllib.parse import urlsplit
+
+from opentelemetry.context import (
+    _SUPPRESS_INSTRUMENTATION_KEY,
+    Context,
+    attach,
+    detach,
+    set_value,
+)
+from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+from agentspec_runtime.errors import ConfigurationError, MissingDependencyError
+from agentspec_runtime.telemetry.queue import BoundedQueue, Worker
+
+__all__ = ["BoundedSpanProcessor", "Destination", "destination", "make_exporter", "tracing_disabled"]
+
+_log = logging.getLogger("agentspec.telemetry")
+
+CLOSE_TIMEOUT_S: Final = 2.0
+"""Longest wait at exit. vLLM gives its engine process about five seconds before it kills it."""
+_QUEUE_SPANS: Final = 4096
+_BATCH_SPANS: Final = 64
+"""Encoding 64 spans takes 2 to 4 ms; more at once would hold the interpreter lock against the step."""
+_PERIOD_S: Final = 0.5
+_THREAD: Final = "agentspec-export"
+_GRPC_PORT: Final = 4317
+
+Protocol = Literal["grpc", "http/protobuf"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Destination:
+    """Where spans go. `endpoint` is what the exporter gets: with a path for HTTP, a target for gRPC."""
+
+    endpoint: str
+    protocol: Protocol
+
+
+def tracing_disabled(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the standard variables switch tracing off."""
+    return (
+        environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+        or environ.get("OTEL_TRACES_EXPORTER", "").strip().lower() == "none"
+    )
+
+
+def destination(endpoint: str | None = None, environ: Mapping[str, str] = os.environ) -> Destination | None:
+    """Where to send spans: the argument, else the standard variables, else None (nobody asked).
+
+    Raises:
+        ConfigurationError: the protocol is not one that can be sent.
+    """
+    traces = environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "").strip()
+    general = environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "").strip()
+    chosen = endpoint or traces or general
+    if not chosen:
+        return None
+    protocol = _protocol(chosen, environ)
+    if protocol == "grpc":
+        return Destination(endpoint=chosen, protocol=protocol)
+    url = chosen if "://" in chosen else f"http://{chosen}"
+    path = urlsplit(url).path
+    if path in ("", "/") or (chosen == general and not endpoint and not traces):
+        url = url.rstrip("/") + "/v1/traces"
+    return Destination(endpoint=url, protocol=protocol)
+
+
+def _protocol(endpoint: str, environ: Mapping[str, str]) -> Protocol:
+    asked = environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or environ.get("OTEL_EXPORTER_OTLP_PROTOCOL")
+    if asked:
+        name = asked.strip().lower()
+        if name == "grpc":
+            return "grpc"
+        if name == "http/protobuf":
+            return "http/protobuf"
+        raise ConfigurationError(
+            f"OTLP protocol {asked!r} cannot be sent: set OTEL_EXPORTER_OTLP_PROTOCOL to 'grpc' or"
+            " 'http/protobuf'"
+        )
+    parts = urlsplit(endpoint if "://" in endpoint else f"//{endpoint}")
+    return "grpc" if parts.port == _GRPC_PORT and parts.path in ("", "/") else "http/protobuf"
+
+
+def make_exporter(target: Destination, environ: Mapping[str, str] = os.environ) -> SpanExporter:
+    """The official exporter for a destination; headers, certificates and timeouts come from its variables.
+
+    Raises:
+        MissingDependencyError: the exporter package of this protocol is not installed.
+    """
+    _quiet_exporters()
+    if target.protocol == "http/protobuf":
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        except ImportError as error:
+            raise MissingDependencyError("opentelemetry-exporter-otlp-proto-http", "otel") from error
+        return OTLPSpanExporter(endpoint=target.endpoint)
+    try:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (
+            OTLPSpanExporter as GrpcSpanExporter,
+        )
+    except ImportError as error:
+        raise MissingDependencyError("opentelemetry-exporter-otlp-proto-grpc", "otel") from error
+    secure = {"OTEL_EXPORTER_OTLP_INSECURE", "OTEL_EXPORTER_OTLP_TRACES_INSECURE"} & environ.keys()
+    # "collector:4317" without a scheme: plain text, as vLLM does, unless a variable says otherwise.
+    insecure = None if "://" in target.endpoint or secure else True
+    return GrpcSpanExporter(endpoint=target.endpoint, insecure=insecure)
+
+
+class BoundedSpanProcessor(SpanProcessor):
+    """Takes ended spans on any thread in microseconds and sends them in the background.
+
+    Spans are lost, and counted in `lost`, when the queue is full, when a batch fails, and when the
+    process ends before they could be sent. Nothing else is ever affected by a collector.
+    """
+
+    def __init__(
+        self,
+        exporter: SpanExporter,
+        *,
+        endpoint: str,
+        queue_spans: int = _QUEUE_SPANS,
+        close_timeout_s: float = CLOSE_TIMEOUT_S,
+    ) -> None:
+        self.exported = 0
+        self._failed = 0
+        self._exporter = exporter
+        self._endpoint = endpoint
+        self._close_timeout_s = close_timeout_s
+        self._closed = False
+        self._told: set[bool] = set()
+        self._sending = threading.Lock()
+        self._queue: BoundedQueue[ReadableSpan] = BoundedQueue(queue_spans)
+        self._worker = Worker(_THREAD, self._send_all, period_s=_PERIOD_S)
+
+    @property
+    def lost(self) -> int:
+        """Spans that will not arrive."""
+        return self._queue.dropped + self._failed
+
+    def on_start(self, span: Span, parent_context: Context | None = None) -> None:
+        """Nothing to do: spans are sent when they end."""
+
+    def on_end(self, span: ReadableSpan) -> None:
+        """Queue an ended span; unsampled ones are not sent."""
+        if span.context is not None and span.context.trace_flags.sampled and not self._closed:
+            self._queue.put(span)
+
+    def shutdown(self) -> None:
+        """Send what is queued within the bound, count the rest as lost."""
+        if self._closed:
+            return
+        self._closed = True
+        deadline_s = time.monotonic() + self._close_timeout_s
+        finished = self._worker.stop(self._close_timeout_s)
+        # Aborts a retry that is sleeping; a thread in the middle of a request is a daemon and is left.
+        closer = threading.Thread(target=self._close_exporter, name=_THREAD, daemon=True)
+        closer.start()
+        closer.join(max(0.1, deadline_s - time.monotonic()))
+        self._failed += len(self._queue.take(len(self._queue)))
+        if not finished:
+            _log.warning(
+                "telemetry: %s did not answer in time; up to %d spans lost", self._endpoint, self.lost
+            )
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        """Wait until the queue is empty and nothing is in flight."""
+        deadline_s = time.monotonic() + timeout_millis / 1e3
+        self._worker.wake()
+        while time.monotonic() < deadline_s:
+            if not len(self._queue) and self._sending.acquire(blocking=False):
+                self._sending.release()
+                return True
+            time.sleep(0.005)
+        return False
+
+    def _close_exporter(self) -> None:
+        try:
+            self._exporter.shutdown()
+        except Exception as error:  # noqa: BLE001 - a foreign exporter, at exit: the process ends anyway
+            _log.debug("telemetry: exporter shutdown: %s", type(error).__name__)
+
+    def _send_all(self) -> None:
+        with self._sending:
+            while batch := self._queue.take(_BATCH_SPANS):
+                self._send(batch)
+
+    def _send(self, batch: list[ReadableSpan]) -> None:
+        # The exporter's own HTTP call must not make spans of its own.
+        token = attach(set_value(_SUPPRESS_INSTRUMENTATION_KEY, True))
+        try:
+            sent = self._exporter.export(batch) is SpanExportResult.SUCCESS
+        except Exception as error:  # noqa: BLE001 - a foreign exporter; the spans are lost and counted
+            _log.debug("telemetry: exporter raised %s", type(error).__name__)
+            sent = False
+        finally:
+            detach(token)
+        if sent:
+            self.exported += len(batch)
+        else:
+            self._failed += len(batch)
+        self._tell_once(sent)
+
+    def _tell_once(self, sent: bool) -> None:
+        if sent in self._told:
+            return
+        self._told.add(sent)
+        if sent:
+            _log.info("telemetry: spans arrive at %s", self._endpoint)
+        else:
+            _log.warning(
+                "telemetry: %s takes no spans (said once; they are counted as lost). Check that the collector"
+                " runs and that the protocol fits: 4317 is gRPC, 4318 is HTTP with the path /v1/traces",
+                self._endpoint,
+            )
+
+
+class _NotFromOurThread(logging.Filter):
+    """Keeps an exporter's line per retry out of the log when the export is ours: we say it once."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.threadName != _THREAD
+
+
+_quiet = _NotFromOurThread()
+
+
+def _quiet_exporters() -> None:
+    for name in (
+        "opentelemetry.exporter.otlp.proto.http.trace_exporter",
+        "opentelemetry.exporter.otlp.proto.grpc.exporter",
+    ):
+        logging.getLogger(name).addFilter(_quiet)

@@ -244,7 +244,6 @@ def _unpack(
         size = len(buffer) - int(chain[0][0])
         buffer[chain[0][0] :] = tokens[offset : offset + size]
         offset += size
-        buffer.flags.writeable = False
         for (_, prompt, output), wait in zip(chain, waits[first : last + 1], strict=True):
             end = int(prompt + output)
             requests.append(

@@ -8,6 +8,7 @@ process shares the interpreter lock: a slice of work is the longest that a step 
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import time
@@ -82,6 +83,7 @@ class EngineObserver:
         if self._closed:
             return
         self._closed = True
+        atexit.unregister(self.close)
         self._worker.stop(self._close_timeout_s / 2)
         if self._spans is not None:
             self._spans.close()
@@ -179,7 +181,11 @@ def build_engine_observer(
             raise
         _log.warning("telemetry: no spans: %s", error)
         spans = None
-    return EngineObserver(metrics=counted, spans=spans, close_timeout_s=close_timeout_s)
+    observer = EngineObserver(metrics=counted, spans=spans, close_timeout_s=close_timeout_s)
+    # For engines inside a script. A child of multiprocessing runs no atexit functions: there the scheduler's
+    # shutdown must call close().
+    atexit.register(observer.close)
+    return observer
 
 
 def _span_output(

@@ -147,6 +147,8 @@ class BoundedSpanProcessor(SpanProcessor):
     ) -> None:
         self.exported = 0
         self._failed = 0
+        self._in_flight = 0
+        self._abandoned = threading.Event()
         self._exporter = exporter
         self._endpoint = endpoint
         self._close_timeout_s = close_timeout_s
@@ -166,7 +168,11 @@ class BoundedSpanProcessor(SpanProcessor):
 
     def on_end(self, span: ReadableSpan) -> None:
         """Queue an ended span; unsampled ones are not sent."""
-        if span.context is not None and span.context.trace_flags.sampled and not self._closed:
+        if span.context is None or not span.context.trace_flags.sampled:
+            return
+        if self._closed:
+            self._failed += 1
+        else:
             self._queue.put(span)
 
     def shutdown(self) -> None:
@@ -174,17 +180,17 @@ class BoundedSpanProcessor(SpanProcessor):
         if self._closed:
             return
         self._closed = True
-        deadline_s = time.monotonic() + self._close_timeout_s
         finished = self._worker.stop(self._close_timeout_s)
-        # Aborts a retry that is sleeping; a thread in the middle of a request is a daemon and is left.
+        # What is in flight may still arrive, or not; nobody will be there to know, so it counts as lost.
+        # The thread is a daemon and is left in its request; closing the exporter ends a sleeping retry.
+        if not finished:
+            self._abandoned.set()
+        self._failed += self._in_flight + len(self._queue.take(len(self._queue)))
         closer = threading.Thread(target=self._close_exporter, name=_THREAD, daemon=True)
         closer.start()
-        closer.join(max(0.1, deadline_s - time.monotonic()))
-        self._failed += len(self._queue.take(len(self._queue)))
+        closer.join(0.1)
         if not finished:
-            _log.warning(
-                "telemetry: %s did not answer in time; up to %d spans lost", self._endpoint, self.lost
-            )
+            self._tell_once(sent=False)
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
         """Wait until the queue is empty and nothing is in flight."""
@@ -205,26 +211,30 @@ class BoundedSpanProcessor(SpanProcessor):
 
     def _send_all(self) -> None:
         with self._sending:
-            while batch := self._queue.take(_BATCH_SPANS):
-                self._send(batch)
+            while not self._abandoned.is_set() and (batch := self._queue.take(_BATCH_SPANS)):
+                self._in_flight = len(batch)
+                sent = self._send(batch)
+                if self._abandoned.is_set():
+                    return
+                self._in_flight = 0
+                if sent:
+                    self.exported += len(batch)
+                else:
+                    self._failed += len(batch)
+                self._tell_once(sent=sent)
 
-    def _send(self, batch: list[ReadableSpan]) -> None:
+    def _send(self, batch: list[ReadableSpan]) -> bool:
         # The exporter's own HTTP call must not make spans of its own.
         token = attach(set_value(_SUPPRESS_INSTRUMENTATION_KEY, True))
         try:
-            sent = self._exporter.export(batch) is SpanExportResult.SUCCESS
+            return self._exporter.export(batch) is SpanExportResult.SUCCESS
         except Exception as error:  # noqa: BLE001 - a foreign exporter; the spans are lost and counted
             _log.debug("telemetry: exporter raised %s", type(error).__name__)
-            sent = False
+            return False
         finally:
             detach(token)
-        if sent:
-            self.exported += len(batch)
-        else:
-            self._failed += len(batch)
-        self._tell_once(sent)
 
-    def _tell_once(self, sent: bool) -> None:
+    def _tell_once(self, *, sent: bool) -> None:
         if sent in self._told:
             return
         self._told.add(sent)

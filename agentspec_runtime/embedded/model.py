@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.metadata
 import importlib.util
 import os
@@ -159,9 +160,6 @@ def _convert(gguf: Path, target: Path, progress: Callable[[str], None]) -> None:
         ) from None
     if process.returncode != 0:
         if "No space left on device" in stderr or "Disk quota exceeded" in stderr:
-            raise ModelError(
-                f"no space left for {target.parent}: free some space, or set AGENTSPEC_CACHE to a folder on another disk"
-            )
-        raise ModelError(
-            f"converting the embedded model failed (exit code {process.returncode}):\n{stderr[-_ERROR_CHARS:].strip()}"
-        )
+            raise OSError(errno.ENOSPC, "no space left")  # the cache says what to do about it
+        detail = stderr[-_ERROR_CHARS:].strip()
+        raise ModelError(f"converting the embedded model failed (exit code {process.returncode}):\n{detail}")

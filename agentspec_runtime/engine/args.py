@@ -1,0 +1,155 @@
+"""The vLLM arguments that turn our scheduler on, for `vllm.LLM(**kwargs)` and for `vllm serve` alike.
+
+Five settings, each with its reason:
+
+- `scheduler_cls`: drafting and budget live in a subclass of vLLM's scheduler (docs/architecture.md).
+- `speculative_config`: makes the worker verify drafts. The method is vLLM's `custom_class` with a proposer
+  that proposes nothing, and `num_speculative_tokens` is the most that one request may draft in a step.
+- `async_scheduling=False`: drafts are made from the tokens of the step before, so that step must be over.
+- `additional_config["agentspec"]`: our own knobs (`EngineConfig`).
+- `VLLM_USE_V2_MODEL_RUNNER=0` in the environment: vLLM's second model runner has no `custom_class`. vLLM
+  0.32 and 0.33 fall back by themselves; saying so keeps it true when that changes.
+
+Nothing here imports vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final, Literal, TypedDict
+
+from agentspec_runtime.engine.config import ADDITIONAL_CONFIG_KEY, EngineConfig
+
+__all__ = [
+    "DEFAULT_NUM_SPECULATIVE_TOKENS",
+    "PROPOSER",
+    "RUNNER_VARIABLE",
+    "SCHEDULER",
+    "EngineArguments",
+    "EngineKwargs",
+    "SpeculativeKwargs",
+    "cpu_kv_cache_bytes",
+    "dotted",
+    "engine_args",
+]
+
+SCHEDULER: Final = "agentspec_runtime.engine.scheduler.AgentSpecScheduler"
+PROPOSER: Final = "agentspec_runtime.engine.proposer.NullProposer"
+RUNNER_VARIABLE: Final = "VLLM_USE_V2_MODEL_RUNNER"
+
+DEFAULT_NUM_SPECULATIVE_TOKENS: Final = 32
+"""Copied runs in agent traffic are often longer than this, but a step that verifies 32 tokens of one request
+already costs little more per token than an endless one, and vLLM reserves KV slots for all of them."""
+
+_GIB: Final = 1 << 30
+
+JsonValue = str | int | float | bool | None | list["JsonValue"] | dict[str, "JsonValue"]
+
+
+class SpeculativeKwargs(TypedDict):
+    """vLLM's `speculative_config` as we set it."""
+
+    method: str
+    model: str
+    num_speculative_tokens: int
+
+
+class EngineKwargs(TypedDict, total=False):
+    """Keyword arguments of `vllm.LLM` and `vllm.EngineArgs`."""
+
+    scheduler_cls: str
+    speculative_config: SpeculativeKwargs
+    async_scheduling: bool
+    additional_config: dict[str, dict[str, JsonValue]]
+    per_request_spec_decode_metrics: Literal["none", "summary", "detailed"]
+    kv_cache_memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineArguments:
+    """vLLM arguments in both spellings. `environment` must be set before vLLM starts."""
+
+    kwargs: EngineKwargs
+    environment: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def cli(self) -> tuple[str, ...]:
+        """The same for `vllm serve`, in vLLM's dotted form, which needs no quotes in a shell."""
+        arguments: list[str] = []
+        for name, value in self.kwargs.items():
+            flag = "--" + name.replace("_", "-")
+            if isinstance(value, dict):
+                arguments += dotted(flag, value)
+            elif isinstance(value, bool):
+                arguments.append(flag if value else "--no-" + flag.removeprefix("--"))
+            else:
+                arguments += [flag, str(value)]
+        return tuple(arguments)
+
+
+def engine_args(
+    config: EngineConfig | None = None,
+    *,
+    num_speculative_tokens: int = DEFAULT_NUM_SPECULATIVE_TOKENS,
+    per_request_metrics: bool = True,
+    kv_cache_memory_bytes: int | None = None,
+) -> EngineArguments:
+    """Arguments that make vLLM use our scheduler.
+
+    Args:
+        config: our own knobs; None takes the defaults.
+        num_speculative_tokens: the most that one request may draft in one step.
+        per_request_metrics: let vLLM count drafted and accepted tokens per request and step.
+        kv_cache_memory_bytes: fixed size of the KV cache, instead of a share of the machine's memory.
+    """
+    settings = (config or EngineConfig()).model_dump(mode="json", exclude_defaults=True)
+    kwargs = EngineKwargs(
+        scheduler_cls=SCHEDULER,
+        speculative_config=SpeculativeKwargs(
+            method="custom_class", model=PROPOSER, num_speculative_tokens=num_speculative_tokens
+        ),
+        async_scheduling=False,
+        additional_config={ADDITIONAL_CONFIG_KEY: settings},
+    )
+    if per_request_metrics:
+        kwargs["per_request_spec_decode_metrics"] = "detailed"
+    if kv_cache_memory_bytes is not None:
+        kwargs["kv_cache_memory_bytes"] = kv_cache_memory_bytes
+    return EngineArguments(kwargs=kwargs, environment=MappingProxyType({RUNNER_VARIABLE: "0"}))
+
+
+def cpu_kv_cache_bytes(available_bytes: int | None) -> int:
+    """Size of the KV cache on a CPU, where the user said nothing.
+
+    vLLM would take 92 % of all memory there and refuses to start when others use some of it. Two fifths of
+    what is free leave room for the weights and for a second server; more than 4 GiB (22 full contexts of the
+    embedded model in bfloat16) helps nobody who did not ask for it.
+    """
+    if available_bytes is None:
+        return 2 * _GIB
+    return max(_GIB, min(4 * _GIB, available_bytes * 2 // 5 // _GIB * _GIB))
+
+
+def dotted(flag: str, values: Mapping[str, object]) -> list[str]:
+    """A nested mapping as vLLM's dotted arguments: `--a {"b": {"c": 1}}` becomes `--a.b.c 1`."""
+    arguments: list[str] = []
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            arguments += dotted(f"{flag}.{key}", value)
+        else:
+            arguments += [f"{flag}.{key}", _plain_or_json(value)]
+    return arguments
+
+
+def _plain_or_json(value: object) -> str:
+    """vLLM reads a dotted value as JSON, then as a number with a unit ("4k"), then as it is."""
+    if isinstance(value, str) and re.fullmatch(r"[A-Za-z_./~][\w./:~-]*", value):
+        try:
+            json.loads(value)
+        except ValueError:
+            return value
+    return json.dumps(value)

@@ -1,0 +1,74 @@
+"""What the machine has left: memory that a process may still take, and ports that are free."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+from pathlib import Path
+from typing import Final
+
+__all__ = ["available_memory_bytes", "port_problem"]
+
+_CGROUP: Final = Path("/sys/fs/cgroup")
+
+
+def available_memory_bytes() -> int | None:
+    """Memory that can be taken without swapping, within the limit of a container; None if unknown."""
+    free = _meminfo_available()
+    limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
+    if limit is None:  # cgroup v1
+        limit = _number(_CGROUP / "memory/memory.limit_in_bytes")
+        used = _number(_CGROUP / "memory/memory.usage_in_bytes")
+    left = None if limit is None or used is None else max(limit - used, 0)
+    known = [value for value in (free, left) if value is not None]
+    return min(known) if known else None
+
+
+def port_problem(host: str, port: int) -> str | None:
+    """Why a server cannot listen there, or None when it can. Tried by binding, and given back at once."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        return f"{host!r} is not an address of this machine ({error.strerror})"
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+            probe.listen(1)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return f"port {port} is in use{_owner(port)}"
+            return f"cannot listen on {host or '0.0.0.0'}:{port} ({error.strerror})"  # noqa: S104 - only named
+    return None
+
+
+def _owner(port: int) -> str:
+    """Which process listens there, where the system tells us (psutil comes with vLLM)."""
+    try:
+        import psutil
+    except ImportError:
+        return ""
+    with contextlib.suppress(psutil.Error, OSError):
+        for connection in psutil.net_connections("tcp"):
+            if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN:
+                name = psutil.Process(connection.pid).name() if connection.pid else "unknown"
+                return f" by process {connection.pid} ({name})"
+    return ""
+
+
+def _meminfo_available() -> int | None:
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    return None
+
+
+def _number(path: Path) -> int | None:
+    """Content of a one-number file; None where there is none, or no limit ("max")."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(path.read_text(encoding="ascii"))
+    return None

@@ -40,7 +40,7 @@ __all__ = [
 class CallStart:
     """One model call that is about to be sent.
 
-    `body` is the request as it will be sent, for reading only. `headers` holds what this package adds to
+    `body` is the request as the caller made it, for reading only. `headers` holds what this package adds to
     the request; an observer may add more. `hint` is None where no hint is sent.
     """
 

@@ -7,9 +7,14 @@ with its traceback and dropped; `KeyboardInterrupt`, cancellation and the like p
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from types import TracebackType
+from typing import ParamSpec, TypeVar
 
-__all__ = ["shielded"]
+__all__ = ["attempt", "shielded"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _log = logging.getLogger("agentspec")
 _logged: set[object] = set()
@@ -40,3 +45,11 @@ class shielded:  # noqa: N801 - read as a keyword: `with shielded(...)`
                 "%s raised; the call goes on without it, and this is logged once", self._what, exc_info=error
             )
         return True
+
+
+def attempt(what: str, otherwise: R, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """The result of `function`, or `otherwise` where it raises."""
+    result = otherwise
+    with shielded(what):
+        result = function(*args, **kwargs)
+    return result  # noqa: RET504 - the block above may be left without a value

@@ -64,7 +64,7 @@ def _define(name: str, kind: str, spans: str, meaning: str) -> str:
 
 
 # -- identity ------------------------------------------------------------------------------------------
-REQUEST_ID = _define("agentspec.request_id", "string", "request chat", "Id of the sequence in the engine.")
+REQUEST_ID = _define("agentspec.request_id", "string", "request", "Id of the sequence in the engine.")
 SESSION = _define("agentspec.session", "string", "request chat", "Session of the hint: one agent run.")
 AGENT = _define("agentspec.agent", "string", "request chat", "Agent that made the call, from the hint.")
 TURN = _define("agentspec.turn", "int", "request chat", "Number of this model call in its session, from 0.")
@@ -85,11 +85,13 @@ PREEMPTIONS = _define("agentspec.preemptions", "int", "request", "Times the requ
 FINISH_REASON = _define(
     "agentspec.finish_reason", "string", "request", "Why it ended: stop, length, abort, error."
 )
-QUEUE_S = _define("agentspec.queue_s", "double", "request", "Seconds from arrival to the first scheduling.")
+QUEUE_S = _define(
+    "agentspec.queue_s", "double", "request chat", "Seconds from arrival to the first scheduling."
+)
 PREFILL_S = _define("agentspec.prefill_s", "double", "request", "Seconds from scheduling to the first token.")
 DECODE_S = _define("agentspec.decode_s", "double", "request", "Seconds from the first token to the end.")
 FIRST_TOKEN_S = _define(
-    "agentspec.time_to_first_token_s", "double", "request chat", "Seconds from arrival to the first token."
+    "agentspec.time_to_first_token_s", "double", "request", "Seconds from arrival to the first token."
 )
 BLOCKS_MERGED = _define(
     "agentspec.blocks_merged",
@@ -121,13 +123,13 @@ STEP_DRAFTED = _define(
     "agentspec.spec.per_step_drafted",
     "int[]",
     "request chat",
-    "Draft tokens per step (or per stride of steps).",
+    "Draft tokens per step. `request`: every step; `chat`: the steps that verified a draft.",
 )
 STEP_ACCEPTED = _define(
     "agentspec.spec.per_step_accepted",
     "int[]",
     "request chat",
-    "Accepted tokens per step (or per stride of steps).",
+    "Accepted tokens of the same steps.",
 )
 STEP_STRIDE = _define(
     "agentspec.spec.per_step_stride", "int", "request chat",
@@ -137,13 +139,6 @@ ACCEPTED_HISTOGRAM = _define(
     "agentspec.spec.accepted_histogram", "int[]", "request chat",
     "Entry k: steps that accepted k draft tokens; the last entry means k or more.",
 )  # fmt: skip
-PROPOSER = _define(
-    "agentspec.spec.proposer",
-    "string",
-    "chat",
-    "Who reported the numbers: agentspec or the server's own method.",
-)
-
 SOURCE_DRAFTED: Final[Mapping[DraftSource, str]] = {
     source: _define(
         f"agentspec.spec.{source}.draft_tokens",
@@ -165,6 +160,20 @@ SOURCE_REJECTED: Final[Mapping[DraftSource, str]] = {
     )
     for source in DraftSource
 }
+
+# -- one call, seen by the agent -------------------------------------------------------------------------
+HINTED = _define("agentspec.hinted", "boolean", "chat", "Whether a hint was sent with the request.")
+OUTCOME = _define(
+    "agentspec.outcome", "string", "chat", "ok, incomplete (the caller stopped reading) or error."
+)
+ATTEMPTS = _define(
+    "agentspec.attempts", "int", "chat", "HTTP requests that this call took, retries included."
+)
+PARENT_AGENT = _define("agentspec.parent_agent", "string", "chat invoke_agent", "Agent that called this one.")
+LINK = _define(
+    "agentspec.link", "string", "link",
+    "On a span link of `chat`, what its target gave to the prompt: `tool_result` or `previous_turn`.",
+)  # fmt: skip
 
 # -- one block -----------------------------------------------------------------------------------------
 BLOCK_KIND = _define(
@@ -219,7 +228,7 @@ def _scalar(value: object) -> Scalar | None:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, str):
-        return _text(str(value))
+        return _text(str.__str__(value))  # not str(): an enum's own __str__ would name its class
     item = getattr(value, "item", None)
     if callable(item) and getattr(value, "shape", None) == ():
         # numpy and tensor scalars. Strings and objects inside them come back as such.

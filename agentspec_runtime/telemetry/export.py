@@ -18,8 +18,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Literal
 from urllib.parse import urlsplit
 
@@ -246,6 +247,31 @@ class BoundedSpanProcessor(SpanProcessor):
                 " runs and that the protocol fits: 4317 is gRPC, 4318 is HTTP with the path /v1/traces",
                 self._endpoint,
             )
+
+
+class JsonLinesExporter(SpanExporter):
+    """Appends OTLP JSON lines to a file, one line per batch. The Jaeger UI's "Upload" takes such a file."""
+
+    def __init__(self, path: Path) -> None:
+        # Opened now, so that a path that cannot be written is an error of the caller and not a lost span.
+        try:
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise ConfigurationError(f"cannot write spans to {str(path)!r}: {error.strerror}") from None
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Write one batch and flush it."""
+        from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+
+        from agentspec_runtime.telemetry.otlp import to_json_line
+
+        self._file.write(to_json_line(encode_spans(spans)) + "\n")
+        self._file.flush()
+        return SpanExportResult.SUCCESS
+
+    def shutdown(self) -> None:
+        """Close the file."""
+        self._file.close()
 
 
 class _NotFromOurThread(logging.Filter):

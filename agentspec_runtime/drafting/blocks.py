@@ -1,0 +1,134 @@
+"""Which structural block the next token of an answer belongs to: prose, code fence, tool call, reasoning.
+
+An automaton over the bytes of the emitted tokens, so a delimiter may be split over tokens in any way.
+Rules, in the order in which they bind:
+
+- A tool call runs from an opener (`<tool_call>`, `[TOOL_CALLS]`, ...) to its closer. Fences inside its
+  JSON are text of the call, not code.
+- Reasoning runs from `<think>` to `</think>`.
+- A code fence opens with three or more backticks at the start of a line and closes with at least as
+  many, alone on their line (CommonMark), so a shorter fence inside a longer one stays inside.
+
+It sees only what the model emits. Text of users and tools cannot forge a block, and a block changes
+nothing but how likely a draft is thought to be.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from numba import njit
+
+from agentspec_runtime.drafting.draft import BLOCK_KINDS, Int32Array
+from agentspec_runtime.hints import SegmentKind
+
+__all__ = ["STATE_SIZE", "advance_block", "kind_code", "start_block"]
+
+_TEXT: Final = 0
+_CODE: Final = 1
+_CALL: Final = 2
+_REASONING: Final = 3
+
+_PATTERNS: Final[tuple[tuple[bytes, int, int], ...]] = (
+    # delimiter, block in which it counts, block that it leads to
+    (b"<tool_call>", _TEXT, _CALL),
+    (b"[TOOL_CALLS]", _TEXT, _CALL),
+    (b"<|python_tag|>", _TEXT, _CALL),
+    (b"<function=", _TEXT, _CALL),
+    (b"<think>", _TEXT, _REASONING),
+    (b"</tool_call>", _CALL, _TEXT),
+    (b"</function>", _CALL, _TEXT),
+    (b"</think>", _REASONING, _TEXT),
+)
+_PATTERN_BYTES = np.frombuffer(b"".join(p for p, _, _ in _PATTERNS), np.uint8).copy()
+_PATTERN_ENDS = np.cumsum([len(p) for p, _, _ in _PATTERNS]).astype(np.int64)
+_PATTERN_FROM = np.array([f for _, f, _ in _PATTERNS], np.int64)
+_PATTERN_TO = np.array([t for _, _, t in _PATTERNS], np.int64)
+_NUM_PATTERNS = len(_PATTERNS)
+
+# State of one answer, int32[STATE_SIZE]: block kind; backticks of the open fence; length of the present
+# run of backticks (-1: not at the start of a line); 1 while on the line that opened the fence; 1 if a
+# closing fence waits for its line end; then how far each pattern has matched.
+_KIND = 0
+_FENCE = 1
+_TICKS = 2
+_OPENING = 3
+_CLOSING = 4
+_PROGRESS = 5
+STATE_SIZE: Final = _PROGRESS + _NUM_PATTERNS
+
+_NEWLINE = ord("\n")
+_TICK = ord("`")
+_SPACE = ord(" ")
+_TAB = ord("\t")
+_RETURN = ord("\r")
+
+
+def kind_code(kind: str) -> int:
+    """Code of a block kind; a kind that an answer cannot hold counts as prose."""
+    try:
+        return BLOCK_KINDS.index(SegmentKind(kind))
+    except ValueError:
+        return _TEXT
+
+
+def start_block(state: Int32Array, kind: int) -> None:
+    """Begin an answer in the given block."""
+    state[:] = 0
+    state[_KIND] = kind
+
+
+@njit(cache=True, inline="always")
+def _fence(state, byte):  # type: ignore[no-untyped-def]
+    """Follow backticks at the start of a line; returns the block kind after this byte."""
+    kind = state[_KIND]
+    ticks = state[_TICKS]
+    if byte == _NEWLINE:
+        if kind == _CODE and state[_OPENING] == 0 and (state[_CLOSING] == 1 or ticks >= state[_FENCE]):
+            kind = _TEXT
+        state[_TICKS] = 0
+        state[_OPENING] = 0
+        state[_CLOSING] = 0
+    elif byte == _TICK and ticks >= 0 and state[_CLOSING] == 0:
+        state[_TICKS] = ticks + 1
+        if state[_OPENING] == 1:
+            state[_FENCE] += 1
+        elif kind == _TEXT and ticks == 2:
+            kind = _CODE
+            state[_FENCE] = 3
+            state[_OPENING] = 1
+    elif byte == _SPACE or byte == _TAB or byte == _RETURN:
+        if ticks > 0:
+            if kind == _CODE and state[_OPENING] == 0 and ticks >= state[_FENCE]:
+                state[_CLOSING] = 1
+            state[_TICKS] = -1
+    else:
+        state[_TICKS] = -1
+        state[_CLOSING] = 0
+    return kind
+
+
+@njit(cache=True)
+def advance_block(state, text, start, end):  # type: ignore[no-untyped-def]
+    """Feed the bytes `text[start:end]` of one token to the automaton."""
+    for i in range(start, end):
+        byte = text[i]
+        kind = state[_KIND]
+        if kind in (_TEXT, _CODE):
+            kind = _fence(state, byte)
+        begin = 0
+        for k in range(_NUM_PATTERNS):
+            size = _PATTERN_ENDS[k] - begin
+            at = state[_PROGRESS + k]
+            if byte == _PATTERN_BYTES[begin + at]:
+                at += 1
+            else:
+                at = 1 if byte == _PATTERN_BYTES[begin] else 0
+            if at == size:
+                at = 0
+                if state[_KIND] == _PATTERN_FROM[k] and kind == state[_KIND]:
+                    kind = _PATTERN_TO[k]
+            state[_PROGRESS + k] = at
+            begin = _PATTERN_ENDS[k]
+        state[_KIND] = kind

@@ -118,11 +118,9 @@ def chunks_of(path: str, request: Mapping[str, Any], reply: Reply) -> Iterator[d
         parts = _deltas(reply) if chat else ({"text": text} for text in _words(reply.content))
         for part in parts:
             yield {**head, "choices": [{"index": index, **part, "logprobs": None, "finish_reason": None}]}
-        last = {"delta": {}} if chat else {"text": ""}
-        end: dict[str, object] = {
-            **head,
-            "choices": [{"index": index, **last, "finish_reason": _finish(reply)}],
-        }
+        choice: dict[str, object] = {"index": index, "finish_reason": _finish(reply)}
+        choice["delta" if chat else "text"] = {} if chat else ""
+        end: dict[str, object] = {**head, "choices": [choice]}
         if not wants_usage:
             end["system_fingerprint"] = _FINGERPRINT  # with usage, vLLM puts it on the usage chunk
         yield end

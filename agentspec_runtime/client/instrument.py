@@ -11,7 +11,8 @@ the SDK back; where somebody else has wrapped it since, our wrapper stays and do
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
@@ -125,6 +126,20 @@ def instrument(
         recorder = Recorder(Path(record))
     wanted = Instrumentation(Capability(read_servers(servers)), recorder)
     return _state.put(wanted, replace=servers is not None or record is not None)
+
+
+@contextmanager
+def recording_to(recorder: CallRecorder) -> Iterator[None]:
+    """Let `recorder` see all calls of a block; the SDK is instrumented for it where it is not."""
+    before = _state.active
+    active = before or instrument()
+    outer, active.recorder = active.recorder, recorder
+    try:
+        yield
+    finally:
+        active.recorder = outer
+        if before is None:
+            _state.remove(active)
 
 
 def uninstrument() -> None:

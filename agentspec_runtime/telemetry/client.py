@@ -8,6 +8,7 @@ a provider of its own, leaves the global one alone unless told otherwise, and en
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -29,11 +30,12 @@ if TYPE_CHECKING:
 
     from agentspec_runtime.telemetry.export import BoundedSpanProcessor
 
-__all__ = ["Tracing", "configure_tracing", "install_span_observers"]
+__all__ = ["Tracing", "configure_tracing", "ensure_span_observers", "install_span_observers"]
 
 _VARIABLE: Final = "AGENTSPEC_SPANS"
 _DEFAULT_ENDPOINT: Final = "http://localhost:4318/v1/traces"
 
+_log = logging.getLogger("agentspec.telemetry")
 _lock = Lock()
 _remove_installed: Callable[[], None] | None = None
 
@@ -171,11 +173,30 @@ def install_span_observers(
         )
 
         def remove() -> None:
+            global _remove_installed
             for remover in removers:
                 remover()
+            if _remove_installed is remove:
+                _remove_installed = None
 
         _remove_installed = remove
         return remove
+
+
+def ensure_span_observers() -> None:
+    """Observe with the program's own tracer provider, unless something is installed; never raises for lack.
+
+    `agentspec_runtime.instrument()` calls this, so that a program which has OpenTelemetry needs no second
+    line. Without the extra `otel` there are no spans.
+    """
+    if _remove_installed is not None:
+        return
+    try:
+        install_span_observers()
+    except MissingDependencyError as error:
+        _log.debug("no spans of agents and model calls: %s", error)
+    except ConfigurationError as error:
+        _log.warning("no spans of agents and model calls: %s", error)
 
 
 def _mode(environ: Mapping[str, str]) -> Mode | None:

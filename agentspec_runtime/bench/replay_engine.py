@@ -1,0 +1,250 @@
+"""The process that holds the engine of one (method, repeat): all its cells, then it ends.
+
+Started by `replay.py` as `python -m agentspec_runtime.bench.replay_engine JOB.json`. Everything that vLLM
+prints goes to standard error; standard output carries one JSON object per event. What a cell measured is
+written to its own file before the event that tells of it, so that nothing is lost when the process dies.
+
+Cells of one process start cold: every request of a cell carries the cell's own cache salt, which neither
+the prefix cache nor our draft memory shares with another one, and the worker's proposer is reset.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol, TypedDict, cast
+
+from agentspec_runtime.bench.load import Call, CellLoad, Chunk, LoadPlan, run_load
+from agentspec_runtime.bench.replay_worker import REPLAY_KEY
+from agentspec_runtime.bench.tokens import TokenTrajectory, fit_context, load_tokens
+from agentspec_runtime.engine.args import JsonValue
+from agentspec_runtime.hints import XARGS_KEY, Hint, encode_hint
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+__all__ = ["CellJob", "Job", "RawCell", "main", "select_trajectories"]
+
+EXTENSION = "agentspec_runtime.bench.replay_worker.ReplayExtension"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellJob:
+    """One cell to run: its load, which trajectories, and where its raw record goes."""
+
+    concurrency: int
+    trajectories: int | None
+    rate_per_s: float | None
+    honour_waits: bool
+    seed: int
+    salt: str
+    raw_file: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """All that one engine process needs. `engine` holds keyword arguments of vLLM's AsyncEngineArgs."""
+
+    engine: dict[str, JsonValue]
+    files: list[str]
+    model: str
+    chat_template: str | None
+    max_model_len: int
+    max_turns: int | None
+    part: Literal["all", "tune", "test"]
+    hints: bool
+    reuse: bool
+    records_file: str | None
+    cells: list[CellJob]
+
+    @staticmethod
+    def load(path: Path) -> Job:
+        """Job of a file that the parent wrote."""
+        data = json.loads(path.read_text(encoding="utf-8"))
+        cells = [CellJob(**cell) for cell in data.pop("cells")]
+        return Job(**data, cells=cells)
+
+
+class RawCell(TypedDict):
+    """A cell's raw record, enough to compute every metric again."""
+
+    begin_s: float
+    end_s: float
+    turns: list[dict[str, object]]
+    steps: list[list[object]]
+
+
+class _Engine(Protocol):
+    """What is used of vLLM's AsyncLLM."""
+
+    async def collective_rpc(self, method: str) -> list[str]: ...
+
+
+def select_trajectories(job: Job, limit: int | None) -> list[TokenTrajectory]:
+    """Trajectories of a job in file order, taken in turn from its files, at most `limit`."""
+    from agentspec_runtime.bench.simulate import select_part
+
+    template = Path(job.chat_template) if job.chat_template else None
+    per_file: list[list[TokenTrajectory]] = []
+    for file in job.files:
+        chosen = select_part(load_tokens(file, job.model, chat_template=template), job.part)
+        short = [_first_turns(trajectory, job.max_turns) for trajectory in chosen]
+        per_file.append(list(fit_context(short, job.max_model_len).trajectories))
+    mixed = [
+        runs[index] for index in range(max(map(len, per_file))) for runs in per_file if index < len(runs)
+    ]
+    return mixed[:limit]
+
+
+def _first_turns(trajectory: TokenTrajectory, count: int | None) -> TokenTrajectory:
+    return TokenTrajectory(
+        id=trajectory.id,
+        group=trajectory.group,
+        workload=trajectory.workload,
+        model=trajectory.model,
+        fidelity=trajectory.fidelity,
+        requests=trajectory.requests[:count],
+    )
+
+
+class _VllmReplay:
+    """vLLM as the engine of one cell: recorded ids and hint ride on every request."""
+
+    def __init__(self, engine: AsyncLLM, job: Job, cell: CellJob) -> None:
+        self._engine = engine
+        self._job = job
+        self._cell = cell
+        self._count = 0
+
+    async def generate(self, call: Call) -> AsyncIterator[Chunk]:
+        """Stream the answer; the length is the recorded one, and no token ends it before."""
+        from vllm.inputs import TokensPrompt
+
+        self._count += 1
+        prompt = TokensPrompt(prompt_token_ids=list(call.prompt_ids), cache_salt=self._cell.salt)
+        request_id = f"{self._cell.salt}-{self._count}"
+        async for output in self._engine.generate(prompt, self._params(call), request_id):
+            tokens: Sequence[int] = output.outputs[0].token_ids
+            yield Chunk(token_ids=tokens, cached_tokens=output.num_cached_tokens or 0)
+
+    def _params(self, call: Call) -> SamplingParams:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        extra: dict[str, object] = {REPLAY_KEY: list(call.output_ids)}
+        if self._job.hints:
+            session = f"{self._cell.salt}/{call.session}"[-128:]
+            scope: Literal["corpus", "request"] = "corpus" if self._job.reuse else "request"
+            extra[XARGS_KEY] = encode_hint(Hint(session=session, turn=call.turn, scope=scope))
+        return SamplingParams(
+            temperature=0.0,
+            max_tokens=len(call.output_ids),
+            ignore_eos=True,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args=extra,
+        )
+
+
+async def _run(job: Job, tell: Callable[[dict[str, object]], None]) -> None:
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    started = time.perf_counter()
+    arguments = AsyncEngineArgs(
+        model=job.model, max_model_len=job.max_model_len, worker_extension_cls=EXTENSION, **job.engine
+    )
+    engine = AsyncLLM.from_engine_args(arguments)
+    try:
+        await engine.collective_rpc("replay_install")
+        await _warm_up(engine, job)
+        tell({"event": "ready", "seconds": round(time.perf_counter() - started, 1)})
+        for number, cell in enumerate(job.cells):
+            await _run_cell(engine, job, cell, number, tell)
+    finally:
+        engine.shutdown()
+
+
+async def _run_cell(
+    engine: AsyncLLM, job: Job, cell: CellJob, number: int, tell: Callable[[dict[str, object]], None]
+) -> None:
+    trajectories = select_trajectories(job, cell.trajectories)
+    await engine.collective_rpc("replay_reset")
+    records = Path(job.records_file) if job.records_file else None
+    if records is not None:
+        records.write_bytes(b"")  # the observer appends: what stands there afterwards is of this cell
+    tell({"event": "begin", "cell": number, "turns": sum(len(t.requests) for t in trajectories)})
+    plan = LoadPlan(
+        concurrency=cell.concurrency,
+        rate_per_s=cell.rate_per_s,
+        honour_waits=cell.honour_waits,
+        seed=cell.seed,
+    )
+    load = await run_load(
+        trajectories,
+        _VllmReplay(engine, job, cell),
+        plan,
+        on_turn=lambda turn: tell({"event": "turn", "cell": number, "tokens": turn.out_tokens}),
+    )
+    [steps, *_] = await cast("_Engine", engine).collective_rpc("replay_take")
+    _write_cell(Path(cell.raw_file), load, json.loads(steps))
+    tell({"event": "cell", "cell": number})
+
+
+async def _warm_up(engine: AsyncLLM, job: Job) -> None:
+    """A few requests before anything is timed: kernels, numba and the HTTP-free path are compiled by then."""
+    trajectory = select_trajectories(job, 1)[0]
+    request = trajectory.requests[0]
+    cell = CellJob(
+        concurrency=1,
+        trajectories=1,
+        rate_per_s=None,
+        honour_waits=False,
+        seed=0,
+        salt="warm-up",
+        raw_file="",
+    )
+    replay = _VllmReplay(engine, job, cell)
+    call = Call(
+        session="warm-up",
+        turn=0,
+        prompt_ids=request.prompt_ids.tolist()[:512],
+        output_ids=request.output_ids.tolist()[:32],
+    )
+
+    async def once() -> None:
+        async for _ in replay.generate(call):
+            pass
+
+    await asyncio.gather(*(once() for _ in range(3)))
+
+
+def _write_cell(path: Path, load: CellLoad, steps: list[list[object]]) -> None:
+    raw = RawCell(
+        begin_s=load.begin_s, end_s=load.end_s, turns=[asdict(turn) for turn in load.turns], steps=steps
+    )
+    partial = path.with_suffix(".part")
+    partial.write_text(json.dumps(raw), encoding="utf-8")
+    partial.replace(path)
+
+
+def main(path: Path) -> None:
+    """Run the job of a file. Events go to what was standard output; all else to standard error."""
+    events = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def tell(event: dict[str, object]) -> None:
+        events.write(json.dumps(event) + "\n")
+        events.flush()
+
+    asyncio.run(_run(Job.load(path), tell))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

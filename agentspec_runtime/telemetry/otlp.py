@@ -42,6 +42,7 @@ AttributeData: TypeAlias = "str | int | float | bool | bytes | list[AttributeDat
 
 _ID_FIELDS: Final = frozenset({"traceId", "spanId", "parentSpanId"})
 _HEX_LENGTHS: Final = frozenset({16, 32})
+_ID_BYTES: Final = frozenset({0, 8, 16})
 _STATUS: Final = ("UNSET", "OK", "ERROR")
 
 
@@ -159,8 +160,8 @@ def from_json(document: Json) -> ExportTraceServiceRequest:
         document = document["result"]
     if not isinstance(document, dict) or "resourceSpans" not in document:
         raise RecordingError("not OTLP traces: an object with 'resourceSpans' was needed")
-    converted = _map_ids({"resourceSpans": document["resourceSpans"]}, _hex_to_base64)
     try:
+        converted = _map_ids({"resourceSpans": document["resourceSpans"]}, _hex_to_base64)
         return ParseDict(converted, ExportTraceServiceRequest(), ignore_unknown_fields=True)
     except (ParseError, binascii.Error, ValueError) as error:
         raise RecordingError(f"not OTLP traces: {str(error)[:200]}") from None
@@ -223,4 +224,6 @@ def _base64_to_hex(text: str) -> str:
 def _hex_to_base64(text: str) -> str:
     if len(text) in _HEX_LENGTHS:
         return base64.b64encode(bytes.fromhex(text)).decode()
+    if len(base64.b64decode(text, validate=True)) not in _ID_BYTES:
+        raise ValueError(f"an id of {len(text)} characters is neither hex nor base64")
     return text

@@ -98,7 +98,7 @@ def _fence(state, byte):  # type: ignore[no-untyped-def]
             kind = _CODE
             state[_FENCE] = 3
             state[_OPENING] = 1
-    elif byte == _SPACE or byte == _TAB or byte == _RETURN:
+    elif byte in (_SPACE, _TAB, _RETURN):
         if ticks > 0:
             if kind == _CODE and state[_OPENING] == 0 and ticks >= state[_FENCE]:
                 state[_CLOSING] = 1

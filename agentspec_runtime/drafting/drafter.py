@@ -209,6 +209,12 @@ class Drafter:
             request.session.rows.discard(row)
         self._rows.give_back(row)
 
+    def forget(self, namespace: str) -> None:
+        """Drop everything that a namespace has stored and learned; its running requests keep theirs."""
+        found = self.memory.namespaces.get(namespace)
+        if found is not None and not found.rows:
+            self.memory.forget(found)
+
     def __contains__(self, req_id: str) -> bool:
         return req_id in self._requests
 
@@ -250,7 +256,7 @@ class Drafter:
         return total - left
 
     def draft_batch(
-        self, req_ids: Sequence[str], caps: Sequence[int], min_survival: float | Sequence[float]
+        self, req_ids: Sequence[str], caps: Sequence[int], min_survival: float | npt.NDArray[np.float64]
     ) -> BatchDraft:
         """Drafts for the given requests, each cut where its survival falls below `min_survival`.
 
@@ -276,8 +282,7 @@ class Drafter:
             self._walk(rows, limits, np.ascontiguousarray(prices), out)
             self._rows.last_draft[rows] = out[0]
             if len(lines) < n:
-                for whole, part in zip((ids, survival, sources, lengths), out, strict=True):
-                    whole[lines] = part
+                ids[lines], survival[lines], sources[lines], lengths[lines] = out
         return BatchDraft(ids[:, :k], survival[:, :k], sources[:, :k], lengths)
 
     def observe_batch(self, req_ids: Sequence[str], new_ids: Sequence[Sequence[int]]) -> BatchObserved:

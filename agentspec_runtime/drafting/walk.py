@@ -95,7 +95,7 @@ def _token_at(tokens, row, where, p, d, drafted):  # type: ignore[no-untyped-def
 
 
 @njit(cache=True)
-def _vote(proposals, alive, num, match, where, ids, weight, count, longest, first):  # type: ignore[no-untyped-def]
+def _vote(proposals, alive, num, match, ids, weight, count, longest, first):  # type: ignore[no-untyped-def]
     """Tally proposals. Fills the per-token columns and returns (distinct tokens, total weight)."""
     top = 0
     for j in range(num):
@@ -240,7 +240,7 @@ def draft_rows(  # type: ignore[no-untyped-def]
                     kept += 1
             if kept == 0:
                 break
-            distinct, total = _vote(proposals, alive, kept, match, where, ids, weight, count, longest, first)
+            distinct, total = _vote(proposals, alive, kept, match, ids, weight, count, longest, first)
             best_p = -1.0
             best_u = 0
             end = row[_BASE] + row[_LENGTH]

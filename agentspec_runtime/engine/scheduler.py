@@ -1,0 +1,232 @@
+"""vLLM's scheduler with drafts: the only place where our code runs inside an engine step.
+
+Rules of this file:
+
+- No policy here. What to draft is decided in `drafting/`, how much in `budget/`, the glue is
+  `speculation.py`; this class only says when.
+- vLLM decides everything it decided before. We set `request.spec_token_ids` before it schedules, and
+  read what came out; the drafts of the worker's proposer are ignored.
+- Nothing of ours may raise inside a step. Every call goes through `_guard`: an exception is counted,
+  logged once per place, costs the request or the step its drafts, and nothing else.
+
+Lossless: drafts are verified by vLLM's own rejection sampler. Reading order: `speculation.py` next.
+Written for vLLM 0.32 (vllm/v1/core/sched/scheduler.py, vllm/v1/engine/core.py `EngineCore.step`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm.config import VllmConfig
+from vllm.tokenizers import cached_tokenizer_from_config
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from agentspec_runtime.budget import CostCurve, FixedBudget, GoodputBudget, StepCost
+from agentspec_runtime.drafting import Drafter, DraftingConfig, DraftScope
+from agentspec_runtime.engine.config import ADDITIONAL_CONFIG_KEY, EngineConfig
+from agentspec_runtime.engine.speculation import Speculation
+from agentspec_runtime.engine.token_table import build_token_table
+from agentspec_runtime.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+    from vllm.v1.request import Request, RequestStatus
+
+    from agentspec_runtime.observe import Observer
+
+__all__ = ["AgentSpecScheduler"]
+
+_log = logging.getLogger("agentspec.engine")
+
+_MAX_ERRORS: Final = 1_000
+"""After that many internal errors the scheduler gives up on drafts and is plain vLLM."""
+
+
+class AgentSpecScheduler(Scheduler):
+    """vLLM's scheduler, with drafts made from the requests' own text. Use by `--scheduler-cls`."""
+
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        _check_config(vllm_config)
+        super().__init__(vllm_config, *args, **kwargs)
+        self._errors = 0
+        self._logged: set[str] = set()
+        config = EngineConfig.model_validate(vllm_config.additional_config.get(ADDITIONAL_CONFIG_KEY) or {})
+        self._speculation: Speculation = _build_speculation(config, vllm_config, self)
+
+    # Requests
+
+    def add_request(self, request: Request) -> None:
+        """See `Scheduler.add_request`."""
+        known = request.request_id in self.requests
+        super().add_request(request)
+        if not known:
+            self._guard("start", lambda: self._speculation.start(request))
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[Request]:
+        """See `Scheduler.finish_requests`: aborts and errors from outside a step."""
+        finished: list[Request] = super().finish_requests(request_ids, finished_status)
+        for request in finished:
+            reason = str(request.get_finished_reason())
+            self._guard("finish", partial(self._speculation.finish, request, reason))
+        return finished
+
+    # The step, in the order in which `EngineCore.step` calls it
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """See `Scheduler.schedule`."""
+        self._guard("draft", self._place_drafts)
+        output = super().schedule(throttle_prefills)
+        waiting = len(self.waiting)
+        self._guard("scheduled", lambda: self._speculation.scheduled(output, self.requests, waiting))
+        return output
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        """See `Scheduler.get_grammar_bitmask`. Called while the worker is computing: time for our index."""
+        bitmask = super().get_grammar_bitmask(scheduler_output)
+        self._guard("index", self._speculation.work)
+        return bitmask
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """See `Scheduler.update_from_output`."""
+        sampled: dict[str, int] = {}
+        self._guard("sampled", lambda: sampled.update(_num_sampled(scheduler_output, model_runner_output)))
+        outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
+            scheduler_output, model_runner_output
+        )
+        self._guard(
+            "verdicts", lambda: self._speculation.verdicts(sampled, outputs, self.requests, self._errors)
+        )
+        return outputs
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        """The worker's proposer has nothing to say; drafts are placed in `schedule`."""
+
+    def shutdown(self) -> None:
+        """See `Scheduler.shutdown`."""
+        self._guard("close", self._speculation.close)
+        super().shutdown()
+
+    # Ours
+
+    def _place_drafts(self) -> None:
+        if self._errors < _MAX_ERRORS:
+            waiting = chain(self.waiting, self.kv_holding_waiting)
+            self._speculation.place_drafts(self.running, waiting, self.max_num_scheduled_tokens)
+
+    def _guard(self, where: str, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except Exception:  # noqa: BLE001  (the rule of this file)
+            self._errors += 1
+            if where not in self._logged:
+                self._logged.add(where)
+                _log.exception("agentspec: error in %r; requests go on without drafts (logged once)", where)
+
+
+def _num_sampled(scheduler_output: SchedulerOutput, result: ModelRunnerOutput) -> dict[str, int]:
+    """Tokens per request with drafts, before stop handling shortens the lists."""
+    tokens, index = result.sampled_token_ids, result.req_id_to_index
+    if not tokens:
+        return {}
+    return {
+        req_id: len(tokens[index[req_id]])
+        for req_id in scheduler_output.scheduled_spec_decode_tokens
+        if req_id in index
+    }
+
+
+def _check_config(vllm_config: VllmConfig) -> None:
+    """Refuse what would not work, before a model is served."""
+    if vllm_config.speculative_config is None:
+        raise ConfigurationError(
+            "AgentSpecScheduler needs a speculative_config, since vLLM verifies drafts only with one: "
+            "take the arguments that `agentspec engine-args` prints"
+        )
+    if vllm_config.scheduler_config.async_scheduling:
+        raise ConfigurationError(
+            "AgentSpecScheduler drafts from the tokens of the step before, which asynchronous scheduling "
+            "does not have yet: pass --no-async-scheduling (agentspec engine-args does)"
+        )
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        raise ConfigurationError(
+            "AgentSpecScheduler does not work with pipeline parallelism (several steps are in flight): "
+            "use tensor or data parallelism"
+        )
+
+
+def _build_speculation(config: EngineConfig, vllm_config: VllmConfig, scheduler: Scheduler) -> Speculation:
+    model_config = vllm_config.model_config
+    tokenizer = None if model_config.skip_tokenizer_init else cached_tokenizer_from_config(model_config)
+    vocabulary = build_token_table(tokenizer, model_config.get_vocab_size())
+    drafter = Drafter(
+        DraftingConfig(
+            num_speculative_tokens=scheduler.num_spec_tokens,
+            memory_mb=config.memory_mb,
+            max_requests=scheduler.max_num_running_reqs,
+        ),
+        vocabulary,
+    )
+    _warm_up(drafter)
+    if config.budget == "fixed":
+        budget: FixedBudget | GoodputBudget = FixedBudget(config.min_survival)
+    else:
+        budget = GoodputBudget(StepCost(_read_curve(config.cost_curve)))
+    hashing = vllm_config.cache_config.enable_prefix_caching
+    return Speculation(
+        config,
+        drafter,
+        budget,
+        max_model_len=scheduler.max_model_len,
+        model=model_config.served_model_name or model_config.model,
+        structured_output=scheduler.structured_output_manager,
+        observer=_build_observer(config),
+        block_tokens=getattr(scheduler, "hash_block_size", 0) or scheduler.block_size if hashing else 0,
+    )
+
+
+def _build_observer(config: EngineConfig) -> Observer | None:
+    if not config.telemetry:
+        return None
+    from agentspec_runtime.telemetry.engine import build_engine_observer
+
+    return build_engine_observer()
+
+
+def _read_curve(path: str | None) -> CostCurve | None:
+    if path is None:
+        return None
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        base, per_token, per_attended, per_request = (float(v) for v in data["coefficients"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(
+            f"cost_curve {path!r} cannot be used ({error}): write one with `agentspec bench calibrate`"
+        ) from error
+    return CostCurve(coefficients=(base, per_token, per_attended, per_request))
+
+
+def _warm_up(drafter: Drafter) -> None:
+    """Compile (or load from numba's cache) every kernel before the first request, not in its step."""
+    scope = DraftScope(namespace="warm-up", session="warm-up")
+    tokens = [1, 2, 3, 4, 5, 6, 7, 8] * 8
+    for round_number in range(2):
+        name = f"warm-up-{round_number}"
+        drafter.start(name, tokens, scope=scope)
+        while drafter.work():
+            pass
+        drafter.draft_batch([name], [4], 0.01)
+        drafter.observe_batch([name], [[1, 2]])
+        drafter.finish(name)
+    drafter.forget("warm-up")

@@ -1,0 +1,372 @@
+"""What happens between vLLM's scheduler and the pure core: requests in, drafts out, verdicts back.
+
+One object per engine. It reads vLLM's `Request` and outputs, owns the drafter, the budget and the
+ledgers, and sets `request.spec_token_ids`; it decides nothing about scheduling. `scheduler.py` calls
+it at six points and survives whatever it raises.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+import numpy as np
+
+from agentspec_runtime.budget import BudgetPolicy, Load, Plan, StepShape
+from agentspec_runtime.drafting import BatchDraft, Drafter, DraftScope
+from agentspec_runtime.drafting.blocks import kind_code
+from agentspec_runtime.engine.config import EngineConfig
+from agentspec_runtime.engine.ledger import RequestLedger, StepContext, VerdictCounts
+from agentspec_runtime.errors import HintError
+from agentspec_runtime.hints import HINT_VERSION, XARGS_KEY, Hint, decode_hint
+from agentspec_runtime.observe import Observer, StepReport
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.request import Request
+    from vllm.v1.structured_output import StructuredOutputManager
+
+__all__ = ["Speculation"]
+
+_log = logging.getLogger("agentspec.engine")
+
+_LATENCY_WEIGHT: Final[Mapping[str, float]] = {"interactive": 1.5, "normal": 1.0, "batch": 0.75}
+"""How much a saved token of each class is worth against a normal one."""
+
+_Reach: TypeAlias = Literal["corpus", "session", "request"]
+_REACH: Final[tuple[_Reach, ...]] = ("request", "session", "corpus")
+
+
+@dataclass(slots=True)
+class _Live:
+    request: Request
+    hint: Hint | None
+    session: str | None
+    ledger: RequestLedger
+    cap: int
+    weight: float
+
+
+@dataclass(slots=True)
+class _Step:
+    """The step that is being executed."""
+
+    started: float
+    shape: StepShape
+    plan: Plan | None
+    sources: dict[str, list[int]]
+    draft_s: float
+    num_prefill: int
+    num_sampling: int
+    num_waiting: int
+
+
+class Speculation:
+    """See the module docstring. `clock`: seconds that never run backwards; `wall`: of the epoch."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        drafter: Drafter,
+        budget: BudgetPolicy,
+        *,
+        max_model_len: int,
+        model: str,
+        structured_output: StructuredOutputManager,
+        observer: Observer | None = None,
+        block_tokens: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._config = config
+        self._drafter = drafter
+        self._budget = budget
+        self._max_model_len = max_model_len
+        self._model = model
+        self._structured_output = structured_output
+        self._observer = observer
+        self._block_tokens = block_tokens
+        self._clock = clock
+        self._wall = wall
+        self._live: dict[str, _Live] = {}
+        self._step: _Step | None = None
+        self._pending: tuple[dict[str, list[int]], Plan | None, float] = ({}, None, 0.0)
+        self._index_s = 0.0
+        self._dropped_hints = 0
+        self._errors = 0
+
+    # Requests
+
+    def start(self, request: Request) -> None:
+        """A request has arrived."""
+        prompt, params = request.prompt_token_ids, request.sampling_params
+        if prompt is None or params is None:
+            return
+        hint = self._read_hint(params.extra_args)
+        session = (hint.session if hint else None) or request.session_id
+        ledger = RequestLedger(hint=hint, num_prompt_tokens=len(prompt), arrival_s=self._wall())
+        live = _Live(request, hint, session, ledger, self._drafter.config.num_speculative_tokens, 1.0)
+        self._live[request.request_id] = live
+        if hint is not None:
+            live.weight = _LATENCY_WEIGHT[hint.latency]
+            if hint.speculate != "auto":
+                live.cap = 0 if hint.speculate == "off" else min(live.cap, hint.speculate)
+        if live.cap == 0 or self._config.speculate == "off":
+            return
+        reach = _REACH[min(_REACH.index(self._config.scope), _REACH.index(hint.scope if hint else "corpus"))]
+        self._drafter.start(
+            request.request_id,
+            prompt,
+            scope=DraftScope(namespace=_namespace(request), session=session, reach=reach),
+            block_kind=kind_code(hint.expect[0]) if hint and hint.expect else 0,
+            sampled=_temperature_bucket(params.temperature),
+            keys=request.block_hashes,
+            block_tokens=self._block_tokens,
+        )
+
+    def finish(self, request: Request, reason: str) -> None:
+        """A request is over, in whatever way."""
+        live = self._live.pop(request.request_id, None)
+        if live is None:
+            return
+        self._drafter.finish(request.request_id, keys=request.block_hashes)
+        if self._observer is not None:
+            self._observer.on_request(
+                live.ledger.report(
+                    req_id=request.request_id,
+                    trace_headers=request.trace_headers,
+                    session=live.session,
+                    end_s=self._wall(),
+                    num_cached_tokens=_cached_tokens(request),
+                    num_preemptions=request.num_preemptions,
+                    finish_reason=reason,
+                    model=self._model,
+                )
+            )
+
+    def _read_hint(self, extra_args: Mapping[str, object] | None) -> Hint | None:
+        if not self._config.hints or not extra_args or XARGS_KEY not in extra_args:
+            return None
+        try:
+            hint = decode_hint(extra_args[XARGS_KEY])
+        except HintError as error:
+            # The API refuses these; one can still come in by another entry point. Speed only.
+            self._dropped_hints += 1
+            if self._dropped_hints == 1:
+                _log.warning("a hint was dropped (further ones are only counted): %s", error)
+            return None
+        if hint.v > HINT_VERSION:
+            self._dropped_hints += 1
+            return None
+        return hint
+
+    # The step
+
+    def place_drafts(self, running: Iterable[Request], waiting: Iterable[Request], max_tokens: int) -> None:
+        """Set drafts on the requests that will decode in the step that is about to be scheduled."""
+        self._pending = ({}, None, 0.0)
+        if self._config.speculate == "off":
+            return
+        begin = self._clock()
+        decoding: list[_Live] = []
+        caps: list[int] = []
+        contexts: list[int] = []
+        prefill = attended = 0
+        for request in running:
+            left = request.num_tokens - request.num_computed_tokens
+            if left == 1:
+                live = self._live.get(request.request_id)
+                if live is not None:
+                    decoding.append(live)
+                    caps.append(self._room_of(live))
+                    contexts.append(request.num_tokens)
+            elif left > 1:
+                prefill += left
+                attended += left * (request.num_computed_tokens + left // 2)
+        if not decoding:
+            return
+        num_waiting = 0
+        for request in waiting:
+            num_waiting += 1
+            if prefill < max_tokens:
+                prefill += request.num_tokens
+                attended += request.num_tokens * request.num_tokens // 2
+        fits = min(prefill, max_tokens - len(decoding))
+        load = Load(
+            contexts=np.array(contexts, np.int64),
+            prefill_tokens=max(fits, 0),
+            prefill_attended=attended * max(fits, 0) // max(prefill, 1),
+            weights=np.array([live.weight for live in decoding]),
+            num_waiting=num_waiting,
+            room=max_tokens - len(decoding),
+        )
+        batch = self._draft(decoding, caps, load)
+        plan = self._budget.choose(load, batch.survival, batch.lengths)
+        self._set_drafts(decoding, batch, plan)
+        sources, _, _ = self._pending
+        self._pending = (sources, plan, self._clock() - begin)
+
+    def _draft(self, decoding: Sequence[_Live], caps: Sequence[int], load: Load) -> BatchDraft:
+        req_ids = [live.request.request_id for live in decoding]
+        prices = self._budget.prices(load)
+        batch = self._drafter.draft_batch(req_ids, caps, prices)
+        ends = np.array([_end_token(live.request) for live in decoding], np.int32)
+        # Nothing can follow the end of an answer: cut behind it.
+        is_end = batch.token_ids == ends[:, None]
+        if is_end.any():
+            first = np.where(is_end.any(axis=1), is_end.argmax(axis=1) + 1, batch.lengths)
+            np.minimum(batch.lengths, first, out=batch.lengths)
+        return batch
+
+    def _set_drafts(self, decoding: Sequence[_Live], batch: BatchDraft, plan: Plan) -> None:
+        sources: dict[str, list[int]] = {}
+        for i in np.flatnonzero(plan.lengths):
+            request = decoding[i].request
+            ids: list[int] = batch.token_ids[i, : plan.lengths[i]].tolist()
+            if request.use_structured_output:
+                # Constrained requests: keep the longest prefix that the grammar allows.
+                ids = self._structured_output.validate_tokens(request, ids)
+            if ids:
+                request.spec_token_ids = ids
+                sources[request.request_id] = batch.sources[i, : len(ids)].tolist()
+        self._pending = (sources, plan, 0.0)
+
+    def _room_of(self, live: _Live) -> int:
+        """Most draft tokens that can still be emitted, one more token coming from the step itself."""
+        request = live.request
+        by_limit: int = request.max_tokens - request.num_output_tokens - 1
+        by_context: int = self._max_model_len - request.num_tokens - 1
+        return max(min(live.cap, by_limit, by_context), 0)
+
+    def scheduled(self, output: SchedulerOutput, requests: Mapping[str, Request], num_waiting: int) -> None:
+        """vLLM has decided what the step holds; it starts now."""
+        sources, plan, draft_s = self._pending
+        attended = num_prefill = num_sampling = 0
+        now = 0.0
+        drafted = output.scheduled_spec_decode_tokens
+        for req_id, num in output.num_scheduled_tokens.items():
+            request = requests[req_id]
+            attended += num * (request.num_computed_tokens - num // 2)
+            if request.is_prefill_chunk:
+                num_prefill += num
+            else:
+                num_sampling += 1
+                num_prefill += num - 1 - len(drafted.get(req_id, ()))
+            live = self._live.get(req_id)
+            if live is not None and live.ledger.scheduled_s == 0.0:
+                now = now or self._wall()
+                live.ledger.scheduled_s = now
+        shape = StepShape(
+            num_tokens=output.total_num_scheduled_tokens, num_attended=attended, num_requests=num_sampling
+        )
+        # Drafts that vLLM cut for want of room keep the sources of what is left.
+        kept = {r: s[: len(drafted[r])] for r, s in sources.items() if r in drafted}
+        self._step = _Step(self._clock(), shape, plan, kept, draft_s, num_prefill, num_sampling, num_waiting)
+
+    def work(self) -> None:
+        """While the worker computes: take in prompts, index finished text, a bounded slice."""
+        begin = self._clock()
+        self._drafter.work()
+        self._index_s = self._clock() - begin
+
+    def verdicts(
+        self,
+        sampled: Mapping[str, int],
+        outputs: Mapping[int, EngineCoreOutputs],
+        requests: Mapping[str, Request],
+        errors: int,
+    ) -> None:
+        """The step is over. `sampled`: tokens that the worker returned for requests with drafts, before
+        stop handling. `requests`: those that vLLM still knows.
+        """
+        step, self._step = self._step, None
+        if step is None:
+            return
+        duration = self._clock() - step.started
+        wall = self._wall()
+        req_ids: list[str] = []
+        new_ids: list[Sequence[int]] = []
+        ended: list[tuple[str, str]] = []
+        for group in outputs.values():
+            for output in group.outputs:
+                if output.new_token_ids and output.request_id in self._live:
+                    req_ids.append(output.request_id)
+                    new_ids.append(output.new_token_ids)
+                if output.finish_reason is not None and output.request_id not in requests:
+                    ended.append((output.request_id, str(output.finish_reason)))
+        if step.shape.num_tokens:
+            self._budget.observe(step.shape, duration)
+        observed = self._drafter.observe_batch(req_ids, new_ids)
+        context = StepContext(
+            end_s=wall,
+            duration_s=duration,
+            batch=step.num_sampling,
+            budget=sum(map(len, step.sources.values())),
+        )
+        totals = VerdictCounts()
+        for i, req_id in enumerate(req_ids):
+            sources = step.sources.get(req_id, [])
+            verified = max(sampled.get(req_id, 1) - 1, 0) if sources else 0
+            accepted = min(verified, len(new_ids[i]), len(sources))
+            self._live[req_id].ledger.add_step(
+                observed.spans(i), sources, accepted, verified - accepted, context, totals
+            )
+        for req_id, reason in ended:
+            live = self._live.get(req_id)
+            if live is not None:
+                self.finish(live.request, reason)
+        self._report(step, duration, totals, errors)
+
+    def _report(self, step: _Step, duration: float, totals: VerdictCounts, errors: int) -> None:
+        if self._observer is None:
+            return
+        plan = step.plan
+        self._observer.on_step(
+            StepReport(
+                num_sampling=step.num_sampling,
+                num_prefill_tokens=step.num_prefill,
+                num_draft_tokens=sum(map(len, step.sources.values())),
+                num_waiting=step.num_waiting,
+                price=plan.price if plan else 0.0,
+                predicted_s=plan.predicted_s if plan else 0.0,
+                measured_s=duration,
+                draft_s=step.draft_s,
+                index_s=self._index_s,
+                index_bytes=self._drafter.memory_bytes,
+                dropped_hints=self._dropped_hints,
+                internal_errors=errors,
+                verdicts=totals.verdicts(),
+            )
+        )
+
+    def close(self) -> None:
+        """The engine shuts down."""
+        if self._observer is not None:
+            self._observer.close()
+
+
+def _namespace(request: Request) -> str:
+    """What isolates vLLM's prefix cache isolates draft memory: adapter and cache salt."""
+    adapter = request.lora_request.lora_name if request.lora_request is not None else ""
+    return f"{len(adapter)}:{adapter}:{request.cache_salt or ''}"
+
+
+def _temperature_bucket(temperature: float) -> int:
+    if temperature < 1e-5:
+        return 0
+    return 1 if temperature <= 0.5 else (2 if temperature <= 1.0 else 3)
+
+
+def _end_token(request: Request) -> int:
+    params = request.sampling_params
+    end = params.eos_token_id if params is not None else None
+    return -1 if end is None else int(end)
+
+
+def _cached_tokens(request: Request) -> int:
+    stats = request.prefill_stats
+    return int(getattr(stats, "num_cached_tokens", 0) or 0)

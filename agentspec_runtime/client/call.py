@@ -16,10 +16,11 @@ from typing import Any, Final, Protocol, cast
 from urllib.parse import urlsplit
 
 from agentspec_runtime.client import wire
+from agentspec_runtime.client.context import CallContext
 from agentspec_runtime.client.observer import CallStart, CallWatch
 from agentspec_runtime.client.received import Received, carries_token
 from agentspec_runtime.client.report import CallReport, Operation, Outcome, deliver, listeners_here
-from agentspec_runtime.client.session import CallContext, current
+from agentspec_runtime.client.scope import current
 from agentspec_runtime.client.shield import shielded
 from agentspec_runtime.client.tap import BodyReader, HttpResponse, SseFilter, tap
 from agentspec_runtime.client.tool import result_kinds

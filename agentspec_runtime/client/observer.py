@@ -30,6 +30,7 @@ __all__ = [
     "CallObserver",
     "CallStart",
     "CallWatch",
+    "ReportedToolError",
     "is_control_flow",
     "register_boundary_observer",
     "register_call_observer",
@@ -105,6 +106,10 @@ class BoundaryObserver(Protocol):
     def finish(self, token: object, error: BaseException | None, /) -> None:
         """The run is over."""
         ...
+
+
+class ReportedToolError(Exception):
+    """A tool failed and its framework told the model so instead of raising. Seen by observers only."""
 
 
 ObserverT = TypeVar("ObserverT")

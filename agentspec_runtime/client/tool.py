@@ -15,14 +15,13 @@ import functools
 import inspect
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
-from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar, cast, overload
 
 import wrapt
 
-from agentspec_runtime.client.observer import BoundaryWatch
-from agentspec_runtime.client.session import CallContext, Scope, ToolRun, current, tool_boundary
+from agentspec_runtime.client.context import CallContext, ToolRun
+from agentspec_runtime.client.scope import Pieces, current, tool_boundary
 from agentspec_runtime.errors import ConfigurationError
 from agentspec_runtime.hints import SegmentKind
 
@@ -137,60 +136,27 @@ def _proxy_call(run: ToolRun) -> Callable[..., Any]:
 
 
 class _Run:
-    """One run of a tool: its place in the context, and what became of it.
+    """One run of a tool: its place in the context, and what became of it."""
 
-    `resumed()` is the block in which the tool's own code runs: once for a function, once per resumption
-    for a generator, so that nothing of ours is current while the consumer of a generator runs.
-    """
-
-    __slots__ = ("_adopted", "_run", "_session", "_watch")
+    __slots__ = ("_pieces", "_run", "_session", "piece")
 
     def __init__(self, run: ToolRun, kwargs: Mapping[str, object]) -> None:
         outer = current()
         self._session = outer.session
         # An adapter that calls this tool has announced it already, with its call id.
-        self._adopted = outer.tool is not None and outer.tool.name == run.name
-        call_id = outer.tool.call_id if self._adopted and outer.tool else kwargs.get("tool_call_id")
+        adopted = outer.tool is not None and outer.tool.name == run.name
+        call_id = outer.tool.call_id if adopted and outer.tool else kwargs.get("tool_call_id")
         self._run = replace(run, call_id=call_id) if isinstance(call_id, str) else run
-        self._watch: BoundaryWatch | None = None
+        self._pieces = Pieces(self._derive, None if adopted else tool_boundary)
+        self.piece = self._pieces.piece
 
-    def resumed(self) -> AbstractContextManager[None]:
-        return _Resumed(self)
-
-    def derive(self, context: CallContext) -> CallContext:
+    def _derive(self, context: CallContext) -> CallContext:
         return replace(context, tool=self._run)
 
-    def watch(self, context: CallContext) -> BoundaryWatch | None:
-        if self._watch is None and not self._adopted:
-            boundary = tool_boundary(context)
-            self._watch = BoundaryWatch(boundary) if boundary is not None else None
-        return self._watch
-
     def end(self, error: BaseException | None, result: object = None) -> None:
-        if self._watch is not None:
-            self._watch.finish(error)
+        self._pieces.end(error)
         if self._session is not None and isinstance(result, str) and result:
             self._session.note_result(result, self._run)
-
-
-class _Resumed(AbstractContextManager[None]):
-    """The tool's code is running. A class and not a generator: StopIteration passes through it."""
-
-    __slots__ = ("_scope", "_stack", "_state")
-
-    def __init__(self, state: _Run) -> None:
-        self._state = state
-        self._scope = Scope(state.derive)
-        self._stack = ExitStack()
-
-    def __enter__(self) -> None:
-        watch = self._state.watch(self._scope.enter())
-        if watch is not None:
-            self._stack.enter_context(watch.active())
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-        self._scope.leave()
 
 
 def _wrap_sync(target: Callable[P, R], run: ToolRun) -> Callable[P, R]:
@@ -198,7 +164,7 @@ def _wrap_sync(target: Callable[P, R], run: ToolRun) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         state = _Run(run, kwargs)
         try:
-            with state.resumed():
+            with state.piece():
                 result = target(*args, **kwargs)
         except BaseException as error:
             state.end(error)
@@ -214,7 +180,7 @@ def _wrap_async(target: Callable[P, Awaitable[R]], run: ToolRun) -> Callable[P, 
     async def call(*args: P.args, **kwargs: P.kwargs) -> R:
         state = _Run(run, kwargs)
         try:
-            with state.resumed():
+            with state.piece():
                 result = await target(*args, **kwargs)
         except BaseException as error:
             state.end(error)
@@ -237,7 +203,7 @@ def _wrap_generator(
         try:
             while True:
                 try:
-                    with state.resumed():
+                    with state.piece():
                         item = step(value)
                 except StopIteration as stop:
                     return stop.value
@@ -245,7 +211,7 @@ def _wrap_generator(
                 try:
                     step, value = inner.send, (yield item)
                 except GeneratorExit:
-                    with state.resumed():
+                    with state.piece():
                         inner.close()
                     raise
                 except BaseException as thrown:  # noqa: BLE001 - handed on to the tool's generator
@@ -272,7 +238,7 @@ def _wrap_async_generator(
         try:
             while True:
                 try:
-                    with state.resumed():
+                    with state.piece():
                         item = await step(value)
                 except StopAsyncIteration:
                     return
@@ -280,7 +246,7 @@ def _wrap_async_generator(
                 try:
                     step, value = inner.asend, (yield item)
                 except GeneratorExit:
-                    with state.resumed():
+                    with state.piece():
                         await inner.aclose()
                     raise
                 except BaseException as thrown:  # noqa: BLE001 - handed on to the tool's generator

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 from urllib.parse import quote
 
-from agentspec_runtime.client.session import CallContext, ResultKey, ToolRun
+from agentspec_runtime.client.context import CallContext, ResultKey, ToolRun
 from agentspec_runtime.errors import HintError
 from agentspec_runtime.hints import XARGS_KEY, Hint, MessageMark, SegmentKind, encode_hint
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, cast
@@ -27,7 +28,9 @@ from agentspec_runtime.errors import ConfigurationError, MissingDependencyError,
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["ChatTokenizer", "Tokens", "load_chat_tokenizer", "tokenizer_fingerprint"]
+    from agentspec_runtime.drafting import TokenTable
+
+__all__ = ["ChatTokenizer", "Tokens", "load_chat_tokenizer", "load_vocabulary", "tokenizer_fingerprint"]
 
 Tokens = NDArray[np.int32]
 
@@ -184,6 +187,17 @@ def load_chat_tokenizer(model: str, chat_template: Path | None = None) -> ChatTo
     if not template:
         raise ConfigurationError(f"model {model!r} has no chat template: give one with --chat-template")
     return ChatTokenizer(tokenizer, template)
+
+
+@cache
+def load_vocabulary(model: str) -> TokenTable:
+    """The drafter's vocabulary of a model, made as the server makes it."""
+    from transformers import AutoTokenizer
+
+    from agentspec_runtime.engine.token_table import build_token_table
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return build_token_table(tokenizer, len(tokenizer))
 
 
 def tokenizer_fingerprint(model: str, chat_template: Path | None = None) -> str:

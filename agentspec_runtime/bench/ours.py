@@ -6,51 +6,75 @@ verified. The threshold stands for the price of a slot, which the budget would s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Final, Literal
 
 import numpy as np
 
 from agentspec_runtime.bench.chat_tokens import Tokens
 from agentspec_runtime.bench.rivals import Candidate
-from agentspec_runtime.drafting import Drafter, DraftingConfig, DraftScope
+from agentspec_runtime.drafting import BLOCK_KINDS, Drafter, DraftingConfig, DraftScope, TokenTable
 
 __all__ = ["OurRival"]
 
 _CAP: Final = 32
 """Draft length, as for the compared drafters."""
 
-_REACH: Final = {"agentspec": "corpus", "agentspec-session": "session", "agentspec-request": "request"}
+_REACH: Final[Mapping[str, Literal["corpus", "session", "request"]]] = {
+    "agentspec": "corpus",
+    "agentspec-session": "session",
+    "agentspec-request": "request",
+}
 
 
 class OurRival:
     """`method` names the widest text that drafts come from: corpus (default), session or request."""
 
-    def __init__(self, method: str, threshold: float) -> None:
+    def __init__(self, method: str, threshold: float, vocabulary: TokenTable) -> None:
         self.method = method
         self.settings: Sequence[str] = (f"survival >= {threshold:g}",)
         self._threshold = threshold
         self._reach = _REACH[method]
-        self._drafter = Drafter(DraftingConfig(), None)
+        self._drafter = Drafter(DraftingConfig(num_speculative_tokens=_CAP), vocabulary)
         self._req_id = ""
-        self._num_drafted = 0
+        self._draft: Tokens = np.empty(0, dtype=np.int32)
+        self._by_block: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0])
+
+    @property
+    def by_block(self) -> Mapping[str, list[int]]:
+        """[drafted, accepted] by kind of block. A rejected one counts for the block of what came instead."""
+        return self._by_block
 
     def start(self, req_id: str, session: str, prompt_ids: Tokens) -> None:
-        """A request begins, in the session of its trajectory."""
+        """A request begins, in the session of its trajectory. Its prompt is indexed during prefill."""
         self._req_id = req_id
-        self._num_drafted = 0
+        self._draft = self._draft[:0]
         scope = DraftScope(namespace="bench", session=session, reach=self._reach)
         self._drafter.start(req_id, prompt_ids, scope=scope)
+        while self._drafter.work():
+            pass
 
     def extend(self, token_ids: Tokens) -> None:
         """Verdict on the last draft."""
-        self._drafter.observe(self._req_id, np.ascontiguousarray(token_ids), num_drafted=self._num_drafted)
-        self._num_drafted = 0
+        observed = self._drafter.observe_batch([self._req_id], [token_ids.tolist()])
+        drafted = len(self._draft)
+        if drafted:
+            for position in range(drafted):
+                kind = BLOCK_KINDS[int(observed.kinds[min(position, len(token_ids) - 1)])]
+                counts = self._by_block[str(kind)]
+                counts[0] += 1
+                if position >= len(token_ids) or self._draft[position] != token_ids[position]:
+                    counts[0] += drafted - position - 1
+                    break
+                counts[1] += 1
+        self._draft = self._draft[:0]
 
     def draft(self, setting: int) -> Candidate:  # noqa: ARG002 - one setting only
         """Draft of the slots whose survival reaches the threshold."""
-        [draft] = self._drafter.draft([self._req_id], caps=[_CAP], min_survival=self._threshold)
-        self._num_drafted = len(draft.token_ids)
+        self._drafter.work()
+        draft = self._drafter.draft_batch([self._req_id], [_CAP], self._threshold).draft(0)
+        self._draft = draft.token_ids
         return Candidate(token_ids=draft.token_ids, survival=draft.survival, sources=draft.sources)
 
     def finish(self) -> None:

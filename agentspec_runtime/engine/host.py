@@ -1,15 +1,19 @@
-"""What the machine has left: memory that a process may still take, and ports that are free."""
+"""What the machine has: memory that a process may still take, free ports, a GPU."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import shutil
 import socket
+import subprocess
 from pathlib import Path
 from typing import Final
 
-__all__ = ["available_memory_bytes", "port_problem"]
+__all__ = ["available_memory_bytes", "has_gpu", "port_problem"]
 
+# A driver that has not answered by then is as good as none.
+_DRIVER_TIMEOUT_S: Final = 10
 _CGROUP: Final = Path("/sys/fs/cgroup")
 
 
@@ -23,6 +27,18 @@ def available_memory_bytes() -> int | None:
     left = None if limit is None or used is None else max(limit - used, 0)
     known = [value for value in (free, left) if value is not None]
     return min(known) if known else None
+
+
+def has_gpu() -> bool:
+    """Whether an NVIDIA driver answers here."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return False
+    try:
+        done = subprocess.run([tool, "-L"], capture_output=True, timeout=_DRIVER_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
 
 
 def port_problem(host: str, port: int) -> str | None:

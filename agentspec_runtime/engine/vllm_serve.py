@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Final, cast
 
 from vllm.entrypoints.cli.serve import ServeSubcommand
@@ -26,9 +27,7 @@ class VllmServe:
 
     def given(self, arguments: Sequence[str]) -> dict[str, object]:
         """Only what the arguments (and a YAML file they name) set, by vLLM's own names."""
-        parser, serve_parser = self._parsers()
-        for action in serve_parser._actions:  # noqa: SLF001 - argparse has no public way to list them
-            action.default = argparse.SUPPRESS
+        parser, _ = self._parser_without_defaults
         # vLLM insists on a model here; whether the user named one is what we want to know.
         named = _names_model(arguments)
         namespace = parser.parse_args(["serve", *([] if named else [_NO_MODEL]), *arguments])
@@ -40,7 +39,7 @@ class VllmServe:
 
     def without(self, arguments: Sequence[str], dests: Sequence[str]) -> list[str]:
         """The arguments less those that set one of `dests`, each of which takes one value."""
-        _, serve_parser = self._parsers()
+        _, serve_parser = self._parser
         flags = {
             flag
             for action in serve_parser._actions  # noqa: SLF001 - as above
@@ -65,7 +64,7 @@ class VllmServe:
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """All settings, with vLLM's defaults."""
-        parser, _ = self._parsers()
+        parser, _ = self._parser
         return cast("argparse.Namespace", parser.parse_args(["serve", *arguments]))
 
     def run(self, parsed: argparse.Namespace) -> None:
@@ -74,10 +73,19 @@ class VllmServe:
         self._command.validate(parsed)
         self._command.cmd(parsed)
 
-    def _parsers(self) -> tuple[FlexibleArgumentParser, FlexibleArgumentParser]:
+    @cached_property
+    def _parser(self) -> tuple[FlexibleArgumentParser, FlexibleArgumentParser]:
+        """The parser of `vllm` and, in it, that of `vllm serve`."""
         parser = FlexibleArgumentParser(prog="agentspec serve [MODEL] [own options] --")
         subparsers = parser.add_subparsers(dest="subparser")
         return parser, self._command.subparser_init(subparsers)
+
+    @cached_property
+    def _parser_without_defaults(self) -> tuple[FlexibleArgumentParser, FlexibleArgumentParser]:
+        parser, serve_parser = VllmServe()._parser  # noqa: SLF001 - another one of this class
+        for action in serve_parser._actions:  # noqa: SLF001 - argparse has no public way to list them
+            action.default = argparse.SUPPRESS
+        return parser, serve_parser
 
 
 def _names_model(arguments: Sequence[str]) -> bool:

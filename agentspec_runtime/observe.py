@@ -108,7 +108,8 @@ class StepReport:
 
     `price` is the least survival a slot needed in order to be drafted; `predicted_s` the cost model's
     time for what was scheduled, `measured_s` what it took. `draft_s` is time spent making drafts on
-    the step's path, `index_s` time spent indexing. `verdicts` is keyed by (block, source).
+    the step's path, `index_s` time spent indexing. `dropped_hints` and `internal_errors` are totals since
+    the engine started. `verdicts` is keyed by (block, source).
     """
 
     num_sampling: int

@@ -56,6 +56,7 @@ class EngineObserver:
         self._close_timeout_s = close_timeout_s
         self._closed = False
         self._busy = False
+        self._faults = (0, 0)
         self._steps: BoundedQueue[StepReport] = BoundedQueue(step_records)
         self._requests: BoundedQueue[RequestReport] = BoundedQueue(request_records)
         self._worker = Worker("agentspec-telemetry", self._drain, period_s=_PERIOD_S)
@@ -106,6 +107,7 @@ class EngineObserver:
             while steps := self._steps.take(_STEP_SLICE):
                 if self._metrics is not None:
                     self._metrics.add_steps(steps)
+                    self._add_faults(self._metrics, steps[-1])
                 time.sleep(0)  # give the interpreter lock back between slices
             while requests := self._requests.take(1):
                 self._add_request(requests[0])
@@ -114,6 +116,15 @@ class EngineObserver:
                 self._metrics.set_losses(self.losses)
         finally:
             self._busy = False
+
+    def _add_faults(self, metrics: EngineMetrics, last: StepReport) -> None:
+        # The reports hold totals since the start of this engine; another engine may share the registry.
+        hints, errors = self._faults
+        self._faults = (last.dropped_hints, last.internal_errors)
+        metrics.add_faults(
+            dropped_hints=max(0, last.dropped_hints - hints),
+            internal_errors=max(0, last.internal_errors - errors),
+        )
 
     def _add_request(self, report: RequestReport) -> None:
         if self._metrics is not None:

@@ -129,8 +129,6 @@ class EngineMetrics:
         sampling = [report for report in reports if report.num_sampling]
         self._steps.inc(len(sampling))
         self._silent.inc(sum(not report.num_draft_tokens for report in sampling))
-        self._hints.inc(sum(report.dropped_hints for report in reports))
-        self._errors.inc(sum(report.internal_errors for report in reports))
         for report in sampling:
             self._batch.observe(report.num_sampling)
             self._budget.observe(report.num_draft_tokens)
@@ -164,6 +162,11 @@ class EngineMetrics:
         """Count a finished request."""
         reason = report.finish_reason if report.finish_reason in _KNOWN_REASONS else "other"
         self._requests.labels(reason).inc()
+
+    def add_faults(self, *, dropped_hints: int, internal_errors: int) -> None:
+        """Count faults that are new."""
+        self._hints.inc(dropped_hints)
+        self._errors.inc(internal_errors)
 
     def set_losses(self, losses: Losses) -> None:
         """Bring the loss counters up to these totals."""

@@ -125,7 +125,8 @@ def _identity(report: RequestReport) -> dict[str, object]:
 
 def _request_attributes(report: RequestReport, blocks: Sequence[_Block]) -> dict[str, object]:
     verdicts = _sum_verdicts(block.verdicts for block in blocks)
-    num_steps = len(report.per_step_drafted) or sum(block.num_steps for block in blocks)
+    # The arrays may have been cut after 65,536 steps, the blocks never are.
+    num_steps = max(len(report.per_step_drafted), sum(block.num_steps for block in blocks))
     values: dict[str, object] = {
         names.OUTPUT_TOKENS: report.num_output_tokens,
         names.PROMPT_TOKENS: report.num_prompt_tokens,

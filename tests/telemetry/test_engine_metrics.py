@@ -63,17 +63,20 @@ def test_counters_equal_the_sums_of_the_reports() -> None:
 
 
 def test_gauges_and_faults_are_visible() -> None:
-    """Price, index memory, dropped hints and internal errors."""
+    """Price, index memory, dropped hints and internal errors (reported as totals of each engine)."""
     registry = CollectorRegistry()
-    observer = observer_on(registry)
-    for _ in range(3):
-        observer.on_step(make_step(dropped_hints=2, internal_errors=1))
+    observer, other = observer_on(registry), observer_on(registry)
+    for total in (1, 1, 4):
+        observer.on_step(make_step(dropped_hints=total, internal_errors=total // 4))
+    observer.flush()
+    other.on_step(make_step(dropped_hints=2, internal_errors=2))
     observer.close()
+    other.close()
     assert value(registry, "agentspec_slot_price") == pytest.approx(0.35)
     assert value(registry, "agentspec_index_bytes") == 1 << 20
     assert value(registry, "agentspec_dropped_hints_total") == 6
     assert value(registry, "agentspec_internal_errors_total") == 3
-    assert value(registry, "agentspec_step_prediction_ratio_sum") == pytest.approx(3.3)
+    assert value(registry, "agentspec_step_prediction_ratio_sum") == pytest.approx(4.4)
 
 
 def test_what_clients_send_never_becomes_a_label() -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from engine_records import HEADERS, TRACE_ID, make_request
+from engine_records import EPOCH, HEADERS, TRACE_ID, make_request
 from prometheus_client import CollectorRegistry
 from typer.testing import CliRunner, Result
 
@@ -33,7 +34,7 @@ def recorded(tmp_path: Path) -> Path:
     early = make_request(seed=1, headers={"traceparent": f"00-{OTHER_ID}-{'cd' * 8}-01"}).request
     with OtlpReceiver() as receiver:
         observer = build_engine_observer(endpoint=receiver.endpoint, registry=CollectorRegistry(), environ={})
-        observer.on_request(early)
+        observer.on_request(replace(early, arrival_s=EPOCH - 100.0))
         observer.on_request(make_request(num_blocks=6, seed=2, headers=HEADERS).request)
         observer.close()
         receiver.write_jsonl(path)

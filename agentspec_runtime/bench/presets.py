@@ -3,19 +3,21 @@
     T(n, b) = t_fixed + max( (weights(n) + b * context * kv) / (e_mem * bandwidth),
                              2 * active * n / (e_math * flops) )
 
-n tokens in the step, b requests. weights(n) are the bytes read: all of them for a dense model; for a mixture of
-experts the shared part plus the experts that n tokens touch, E * (1 - (1 - k / E)^n) of E experts, k per token
-(independent routing; MoESD, arXiv 2505.19645, uses the same form). `kv` are bytes per context token.
+n tokens in the step, b requests. weights(n) are the bytes read: all of them for a dense model; for a
+mixture of experts the shared part plus the experts that n tokens touch, E * (1 - (1 - k / E)^n) of E
+experts, k per token (independent routing; MoESD, arXiv 2505.19645, uses the same form). `kv` are bytes per
+context token.
 
 Hardware, from the vendor's data sheets, dense rates without sparsity:
     A100-80G SXM   312 TFLOPS bf16, 2,039 GB/s   (NVIDIA A100 80GB data sheet, 2021)
     H100 SXM       989 TFLOPS bf16, 3,350 GB/s   (NVIDIA H100 data sheet, 2023)
     H200 SXM       989 TFLOPS bf16, 4,800 GB/s   (NVIDIA H200 data sheet, 2024)
 Models, from their published configurations:
-    dense-8b   Llama-3.1-8B in bf16: 8.03e9 parameters; 32 layers, 8 KV heads of 128: 131,072 B per context token
-    moe-20b    gpt-oss-20b, MXFP4 experts (4.25 bits): 20.9e9 parameters of which 3.6e9 are active; 32 experts, 4 per
-               token, 19.1e9 parameters in experts; 24 layers, 8 KV heads of 64: 49,152 B, half of the layers see
-               128 tokens only: 24,576 B per context token
+    dense-8b   Llama-3.1-8B in bf16: 8.03e9 parameters; 32 layers, 8 KV heads of 128: 131,072 B per context
+               token
+    moe-20b    gpt-oss-20b, MXFP4 experts (4.25 bits): 20.9e9 parameters, 3.6e9 of them active; 32 experts,
+               4 per token, 19.1e9 parameters in experts; 24 layers, 8 KV heads of 64: 49,152 B, half of the
+               layers see 128 tokens only: 24,576 B per context token
 Assumed, because no sheet says it: e_mem 0.8, e_math 0.6, t_fixed 1.5 ms (launch, sampling, scheduler).
 """
 
@@ -84,12 +86,12 @@ class Roofline:
     def step_s(self, tokens: float, requests: float) -> float:
         """See the module docstring."""
         model, machine = self.model, self.machine
-        touched = 1.0 - (1.0 - model.experts_per_token / model.experts) ** tokens
+        touched: float = 1.0 - (1.0 - model.experts_per_token / model.experts) ** tokens
         read = model.shared_bytes + model.expert_bytes * touched
         read += requests * self.context_tokens * model.kv_bytes
         memory_s = read / (_MEMORY_EFFICIENCY * machine.bytes_per_s)
         math_s = 2.0 * model.active_parameters * tokens / (_MATH_EFFICIENCY * machine.flops)
-        return _FIXED_S + max(memory_s, math_s)
+        return float(_FIXED_S + max(memory_s, math_s))
 
 
 def preset(name: str, context_tokens: int = 4096) -> Roofline:

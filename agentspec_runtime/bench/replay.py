@@ -31,7 +31,7 @@ from agentspec_runtime.bench.scheduler_records import SchedulerSums, read_schedu
 from agentspec_runtime.engine.args import JsonValue
 from agentspec_runtime.errors import ConfigurationError, ServerError
 
-__all__ = ["Progress", "ReplayPlan", "measure_raw", "read_raw", "replay"]
+__all__ = ["Progress", "ReplayPlan", "engine_events", "load_rows", "measure_raw", "read_raw", "replay"]
 
 _LOG_LINES: Final = 15
 """Last lines of an engine's log in the error about its end: enough for a Python exception."""
@@ -243,7 +243,7 @@ def _run_method(
     job_file = folder / f"{stem}.job.json"
     job_file.write_text(json.dumps(asdict(job)), encoding="utf-8")
     report(Progress(method=method.label, repeat=repeat, event="start"))
-    for event in _events(job_file, plan.out / f"{stem}.log", method.environment):
+    for event in engine_events(job_file, plan.out / f"{stem}.log", method.environment):
         cell = cells[number] if isinstance(number := event.get("cell"), int) else None
         shown = _progress(method.label, repeat, cell, event)
         if event["event"] == "cell" and cell is not None:
@@ -262,7 +262,7 @@ def _run_method(
             report(shown)
 
 
-def _events(
+def engine_events(
     job_file: Path, log_file: Path, environment: Mapping[str, str]
 ) -> Iterator[Mapping[str, JsonValue]]:
     """Events of an engine process until it ends; it is stopped when the reader stops.

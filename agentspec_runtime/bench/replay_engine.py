@@ -18,11 +18,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, TypedDict, cast
+from typing import TYPE_CHECKING, Final, Literal, Protocol, TypedDict, cast
+
+import numpy as np
 
 from agentspec_runtime.bench.load import Call, CellLoad, Chunk, LoadPlan, run_load
 from agentspec_runtime.bench.replay_worker import REPLAY_KEY
-from agentspec_runtime.bench.tokens import TokenTrajectory, fit_context, load_tokens
+from agentspec_runtime.bench.tokens import TokenRequest, TokenTrajectory, fit_context, load_tokens
 from agentspec_runtime.engine.args import JsonValue
 from agentspec_runtime.hints import XARGS_KEY, Hint, encode_hint
 
@@ -30,9 +32,12 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
-__all__ = ["CellJob", "Job", "RawCell", "main", "select_trajectories"]
+__all__ = ["CellJob", "Job", "PeriodicLoad", "RawCell", "main", "select_trajectories"]
 
-EXTENSION = "agentspec_runtime.bench.replay_worker.ReplayExtension"
+EXTENSION: Final = "agentspec_runtime.bench.replay_worker.ReplayExtension"
+
+_PERIOD: Final = 37
+"""Longer than the longest draft, so that the earliest occurrence is followed by enough tokens; prime."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +51,20 @@ class CellJob:
     seed: int
     salt: str
     raw_file: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeriodicLoad:
+    """Made-up requests instead of recordings, to measure step time: random tokens that repeat.
+
+    Every prompt of `context_tokens` tokens repeats `_PERIOD` random ones of its own, and the forced output
+    goes on repeating them. An n-gram drafter therefore always drafts its full length, and all of it is
+    accepted: the number of tokens in a step is known and constant.
+    """
+
+    context_tokens: int
+    output_tokens: int
+    vocab_size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,13 +82,15 @@ class Job:
     reuse: bool
     records_file: str | None
     cells: list[CellJob]
+    periodic: PeriodicLoad | None = None
 
     @staticmethod
     def load(path: Path) -> Job:
         """Job of a file that the parent wrote."""
         data = json.loads(path.read_text(encoding="utf-8"))
         cells = [CellJob(**cell) for cell in data.pop("cells")]
-        return Job(**data, cells=cells)
+        periodic = data.pop("periodic")
+        return Job(**data, cells=cells, periodic=PeriodicLoad(**periodic) if periodic else None)
 
 
 class RawCell(TypedDict):
@@ -91,6 +112,8 @@ def select_trajectories(job: Job, limit: int | None) -> list[TokenTrajectory]:
     """Trajectories of a job in file order, taken in turn from its files, at most `limit`."""
     from agentspec_runtime.bench.simulate import select_part
 
+    if job.periodic is not None:
+        return [_periodic_trajectory(job.periodic, number) for number in range(limit or 1)]
     template = Path(job.chat_template) if job.chat_template else None
     per_file: list[list[TokenTrajectory]] = []
     for file in job.files:
@@ -101,6 +124,16 @@ def select_trajectories(job: Job, limit: int | None) -> list[TokenTrajectory]:
         runs[index] for index in range(max(map(len, per_file))) for runs in per_file if index < len(runs)
     ]
     return mixed[:limit]
+
+
+def _periodic_trajectory(load: PeriodicLoad, number: int) -> TokenTrajectory:
+    random = np.random.default_rng(number)
+    pattern = random.integers(load.vocab_size // 8, load.vocab_size // 2, _PERIOD, dtype=np.int32)
+    text = np.resize(pattern, load.context_tokens + load.output_tokens)
+    request = TokenRequest(prompt_ids=text[: load.context_tokens], output_ids=text[load.context_tokens :])
+    return TokenTrajectory(
+        id=f"periodic-{number}", group="", workload="periodic", model="", fidelity="", requests=(request,)
+    )
 
 
 def _first_turns(trajectory: TokenTrajectory, count: int | None) -> TokenTrajectory:

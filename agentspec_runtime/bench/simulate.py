@@ -255,8 +255,8 @@ def _rival(unit: str, plan: Plan) -> Rival:
         return NgramRival()
     if unit == "suffix":
         return SuffixRival()
-    from agentspec_runtime.bench.ours import OurRival
     from agentspec_runtime.bench.chat_tokens import load_vocabulary
+    from agentspec_runtime.bench.ours import OurRival
 
     method, _, threshold = unit.partition("@")
     return OurRival(method, float(threshold), load_vocabulary(plan.model))

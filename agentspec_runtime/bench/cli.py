@@ -1,0 +1,325 @@
+"""`agentspec bench ...`: parse, call one function, print. Heavy imports happen inside the commands."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from agentspec_runtime.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from agentspec_runtime.bench.costs import StepTime
+    from agentspec_runtime.bench.replay import Progress
+    from agentspec_runtime.engine.args import JsonValue
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="bench",
+    help="Measure before deciding: recorded agent runs against every drafting method, at your concurrency.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_ALL_METHODS: Final = "ngram,suffix,agentspec,oracle"
+_ALL_REPLAYED: Final = "plain,plain-sync,ngram,suffix,agentspec,agentspec-nohints,agentspec-nobudget"
+
+
+class Side(StrEnum):
+    """Values of --set-aside."""
+
+    ALL = "all"
+    TUNE = "tune"
+    TEST = "test"
+
+
+class Switch(StrEnum):
+    """on or off."""
+
+    ON = "on"
+    OFF = "off"
+
+
+TracesOption = Annotated[
+    list[Path],
+    typer.Option("--traces", exists=True, dir_okay=False, help="Recording, JSON Lines or .gz. Repeatable."),
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(help="Model directory or hub name. Default: the embedded SmolLM2-135M-Instruct."),
+]
+TemplateOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--chat-template", exists=True, dir_okay=False, help="Chat template instead of the model's."
+    ),
+]
+SideOption = Annotated[
+    Side,
+    typer.Option(
+        "--set-aside",
+        help="Split by task: tune on [bold]tune[/bold], decide on [bold]test[/bold], a quarter of them.",
+    ),
+]
+
+
+@app.command()
+def simulate(
+    traces: TracesOption,
+    model: ModelOption = None,
+    chat_template: TemplateOption = None,
+    methods: Annotated[str, typer.Option(help="Comma-separated.")] = _ALL_METHODS,
+    trajectories: Annotated[int | None, typer.Option(min=1, help="At most so many of each file.")] = None,
+    set_aside: SideOption = Side.ALL,
+    max_model_len: Annotated[int | None, typer.Option(min=16, help="Leave out longer requests.")] = None,
+    cost: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Cost curve file of 'bench calibrate', or a preset like h100/dense-8b. Repeatable."
+        ),
+    ] = None,
+    batches: Annotated[str, typer.Option(help="Batch sizes for goodput.")] = "1,4,16,32,64,128,256",
+    processes: Annotated[int | None, typer.Option(min=1, help="Default: one per core.")] = None,
+    out: Annotated[Path | None, typer.Option(dir_okay=False, help="Write all figures as JSON.")] = None,
+) -> None:
+    """Acceptance, waste and the theoretical limit of every drafter on recordings, without an engine."""
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    from agentspec_runtime.bench import tables
+    from agentspec_runtime.bench.costs import goodput_table
+    from agentspec_runtime.bench.provenance import collect_provenance
+    from agentspec_runtime.bench.simulate import Plan
+    from agentspec_runtime.bench.simulate import simulate as run
+
+    console = Console()
+    costs = [_cost(name) for name in cost or ()]
+    plan = Plan(
+        files=tuple(traces),
+        model=model or _embedded_model(console.print),
+        chat_template=chat_template,
+        methods=tuple(_names(methods)),
+        trajectories=trajectories,
+        part=set_aside.value,
+        max_model_len=max_model_len,
+        processes=processes or len(os.sched_getaffinity(0)),
+    )
+    with Bar(console=console, transient=True) as bar:
+        task = bar.add_task("simulating", total=None)
+        results = run(plan, lambda done, total: bar.update(task, completed=done, total=total))
+    sizes = [int(size) for size in _names(batches)]
+    priced = []
+    for result in results:
+        console.print(tables.simulated(result))
+        for curve in costs:
+            rows = goodput_table(result.lanes, curve, sizes)
+            console.print(tables.goodput(curve.name, rows))
+            priced.append({"file": result.file, "cost": curve.name, "rows": [asdict(row) for row in rows]})
+    if out is not None:
+        provenance = asdict(collect_provenance(files=traces, notes={"set_aside": set_aside.value}))
+        document = {
+            "provenance": provenance,
+            "workloads": [asdict(result) for result in results],
+            "goodput": priced,
+        }
+        out.write_text(json.dumps(document, indent=1), encoding="utf-8")
+        console.print(f"All figures: {out}")
+
+
+@app.command()
+def replay(
+    traces: TracesOption,
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder of the results; run again to continue.")],
+    model: ModelOption = None,
+    chat_template: TemplateOption = None,
+    methods: Annotated[
+        str, typer.Option(help="Comma-separated; settings as ngram:num_speculative_tokens=10,...")
+    ] = _ALL_REPLAYED,
+    concurrency: Annotated[str, typer.Option(help="Agents at the same time.")] = "1,8,32",
+    trajectories: Annotated[
+        str, typer.Option(help="How many trajectories: one number, or one per concurrency; 'all'.")
+    ] = "32",
+    repeat: Annotated[int, typer.Option(min=1, help="Repeats, methods in alternating order.")] = 1,
+    max_turns: Annotated[int | None, typer.Option(min=1, help="Only the first turns of each.")] = None,
+    max_model_len: Annotated[int, typer.Option(min=64, help="Context limit for all methods.")] = 8192,
+    set_aside: SideOption = Side.ALL,
+    arrival: Annotated[
+        str, typer.Option(help="closed, or poisson:RATE with RATE agents per second (open loop).")
+    ] = "closed",
+    waits: Annotated[Switch, typer.Option(help="Honour recorded tool times.")] = Switch.ON,
+    session_reuse: Annotated[
+        Switch, typer.Option(help="off: no method may draft from the text of earlier requests.")
+    ] = Switch.ON,
+    seed: Annotated[int, typer.Option(help="Of arrival times.")] = 0,
+    eager: Annotated[bool, typer.Option("--eager/--compiled", help="Engine mode for all methods.")] = False,
+    dtype: Annotated[str, typer.Option(help="vLLM's --dtype.")] = "auto",
+    kv_cache_gib: Annotated[float | None, typer.Option(min=0.1, help="KV cache; a CPU needs a size.")] = None,
+    engine_arg: Annotated[
+        list[str] | None, typer.Option(help="name=value for every method, e.g. tensor_parallel_size=2.")
+    ] = None,
+) -> None:
+    """Replay recordings through the real engine, every method with the same forced output."""
+    from rich.console import Console
+
+    from agentspec_runtime.bench import tables
+    from agentspec_runtime.bench.methods import split_methods
+    from agentspec_runtime.bench.replay import ReplayPlan
+    from agentspec_runtime.bench.replay import replay as run
+
+    console = Console()
+    plan = ReplayPlan(
+        files=tuple(traces),
+        model=model or _embedded_model(console.print),
+        out=out,
+        methods=tuple(split_methods(methods)),
+        concurrency=tuple(int(size) for size in _names(concurrency)),
+        trajectories=tuple(None if count == "all" else int(count) for count in _names(trajectories)),
+        repeat=repeat,
+        max_turns=max_turns,
+        max_model_len=max_model_len,
+        part=set_aside.value,
+        rate_per_s=_rate(arrival),
+        honour_waits=waits is Switch.ON,
+        reuse=session_reuse is Switch.ON,
+        seed=seed,
+        chat_template=chat_template,
+        engine=_engine_arguments(eager=eager, dtype=dtype, kv_cache_gib=kv_cache_gib, extra=engine_arg or []),
+    )
+    with _shown_progress() as show:
+        rows = run(plan, show)
+    console.print(tables.replayed(rows))
+    console.print(f"Results: {out / 'results.jsonl'}. Next: agentspec bench report {out}")
+
+
+@app.command()
+def calibrate(
+    out: Annotated[Path, typer.Option(dir_okay=False, help="Cost curve to write, JSON.")],
+    model: ModelOption = None,
+    requests: Annotated[str, typer.Option(help="Requests at the same time.")] = "1,2,4,8,16,32,64",
+    context: Annotated[int, typer.Option(min=16, help="Tokens in the KV cache of every request.")] = 512,
+    eager: Annotated[bool, typer.Option("--eager/--compiled", help="Engine mode.")] = False,
+    dtype: Annotated[str, typer.Option(help="vLLM's --dtype.")] = "auto",
+    kv_cache_gib: Annotated[float | None, typer.Option(min=0.1, help="KV cache; a CPU needs a size.")] = None,
+    engine_arg: Annotated[list[str] | None, typer.Option(help="name=value for the engine.")] = None,
+) -> None:
+    """Measure how long a decode step takes here, by the number of tokens in it."""
+    from rich.console import Console
+
+    from agentspec_runtime.bench.calibrate import CalibrationPlan
+    from agentspec_runtime.bench.calibrate import calibrate as run
+    from agentspec_runtime.bench.chat_tokens import load_vocabulary
+    from agentspec_runtime.bench.costs import save_curve
+
+    console = Console()
+    chosen = model or _embedded_model(console.print)
+    curve = run(
+        CalibrationPlan(
+            model=chosen,
+            vocab_size=load_vocabulary(chosen).vocab_size,
+            requests=tuple(sorted(int(size) for size in _names(requests))),
+            context_tokens=context,
+            engine=_engine_arguments(
+                eager=eager, dtype=dtype, kv_cache_gib=kv_cache_gib, extra=engine_arg or []
+            ),
+        ),
+        console.print,
+    )
+    save_curve(out, curve)
+    for tokens, seconds in curve.points:
+        console.print(f"{tokens:5d} tokens in the step: {1e3 * seconds:8.2f} ms")
+    console.print(f"Written: {out}. Use it with: agentspec serve --cost-curve {out}")
+
+
+@contextmanager
+def _shown_progress() -> Iterator[Callable[[Progress], None]]:
+    """A bar per cell, and one line for every cell that is over."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    console = Console()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Bar(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def show(progress: Progress) -> None:
+            label = f"{progress.method}, repeat {progress.repeat}"
+            if progress.event == "start":
+                bar.reset(task, description=f"{label}: starting the engine", total=None)
+            elif progress.event == "begin":
+                what = f"{label}, concurrency {progress.concurrency}: turns"
+                bar.reset(task, description=what, total=progress.turns)
+            elif progress.event == "turn":
+                bar.advance(task)
+            elif progress.event == "cell" and progress.row is not None:
+                row = progress.row
+                console.print(
+                    f"{label}, concurrency {row.concurrency}: {row.tok_s:.1f} tok/s, "
+                    f"{row.tokens_per_step:.2f} tokens/step, rejected {row.rejected_share:.0%}, "
+                    f"mismatched {row.mismatched}"
+                )
+
+        yield show
+
+
+def _names(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _rate(arrival: str) -> float | None:
+    kind, _, rate = arrival.partition(":")
+    if kind == "closed" and not rate:
+        return None
+    try:
+        value = float(rate)
+    except ValueError:
+        value = 0.0
+    if kind != "poisson" or value <= 0:
+        raise ConfigurationError(f"--arrival {arrival!r}: needed closed, or poisson:RATE with RATE above 0")
+    return value
+
+
+def _engine_arguments(
+    *, eager: bool, dtype: str, kv_cache_gib: float | None, extra: list[str]
+) -> dict[str, JsonValue]:
+    from agentspec_runtime.engine.args import cpu_kv_cache_bytes
+    from agentspec_runtime.engine.compat import require_vllm
+    from agentspec_runtime.engine.host import available_memory_bytes
+
+    engine: dict[str, JsonValue] = {"enforce_eager": eager, "dtype": dtype, "enable_prefix_caching": True}
+    if kv_cache_gib is not None:
+        engine["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
+    elif require_vllm().cpu:
+        engine["kv_cache_memory_bytes"] = cpu_kv_cache_bytes(available_memory_bytes())
+    for item in extra:
+        name, equals, value = item.partition("=")
+        if not equals:
+            raise ConfigurationError(f"--engine-arg {item!r}: needed name=value")
+        try:
+            engine[name.strip().replace("-", "_")] = json.loads(value)
+        except json.JSONDecodeError:
+            engine[name.strip().replace("-", "_")] = value
+    return engine
+
+
+def _embedded_model(progress: Callable[[str], None]) -> str:
+    from agentspec_runtime.embedded.model import prepare_embedded_model
+
+    return str(prepare_embedded_model(progress))
+
+
+def _cost(name: str) -> StepTime:
+    from agentspec_runtime.bench.costs import load_curve
+    from agentspec_runtime.bench.presets import preset
+
+    path = Path(name)
+    return load_curve(path) if path.suffix == ".json" or path.is_file() else preset(name)

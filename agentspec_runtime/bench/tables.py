@@ -1,0 +1,116 @@
+"""Tables for people: what `simulate` and `replay` print. Numbers only; nothing is computed here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from agentspec_runtime.bench.costs import GoodputRow
+from agentspec_runtime.bench.measure import ResultRow
+from agentspec_runtime.bench.simulate import WorkloadResult
+
+__all__ = ["goodput", "replayed", "simulated"]
+
+
+def simulated(result: WorkloadResult) -> Table:
+    """Acceptance of every setting on one workload."""
+    skipped = (
+        f", {result.skipped_requests} requests over the context limit" if result.skipped_requests else ""
+    )
+    table = Table(
+        title=f"{result.file}: {result.trajectories} trajectories, {result.requests} requests, "
+        f"{result.out_tokens:,} output tokens{skipped}",
+        title_justify="left",
+    )
+    table.add_column("method")
+    table.add_column("setting")
+    for heading in (
+        "accepted/token",
+        "rejected/token",
+        "rejected share",
+        "tokens/step",
+        "draft µs/step",
+        "calibration error",
+    ):
+        table.add_column(heading, justify="right")
+    method = ""
+    for lane in result.lanes:
+        figures = lane.figures
+        if method not in ("", lane.method):
+            table.add_section()
+        method = lane.method
+        table.add_row(
+            lane.method,
+            lane.setting,
+            f"{figures.accepted_per_token:.3f}",
+            f"{figures.rejected_per_token:.3f}",
+            f"{figures.rejected_share:.2f}",
+            f"{figures.tokens_per_step:.2f}",
+            f"{figures.draft_us_per_step:.0f}" if figures.draft_us_per_step else "-",
+            "-" if figures.calibration_error is None else f"{figures.calibration_error:.3f}",
+        )
+    return table
+
+
+def goodput(name: str, rows: Sequence[GoodputRow]) -> Table:
+    """Speedup over plain by batch size, the best setting of each method at each size."""
+    batches = sorted({row.batch for row in rows})
+    methods = list(dict.fromkeys(row.method for row in rows))
+    table = Table(
+        title=f"Decode goodput against plain, {name}; best setting of each method at each batch size",
+        title_justify="left",
+    )
+    table.add_column("method")
+    for batch in batches:
+        table.add_column(f"b={batch}", justify="right")
+    found = {(row.method, row.batch): row for row in rows}
+    for method in methods:
+        cells = [found[method, batch] for batch in batches]
+        if method == "plain":
+            table.add_row("plain, tok/s", *(f"{cell.tokens_per_s:.0f}" for cell in cells))
+            table.add_section()
+        else:
+            table.add_row(method, *(f"{cell.speedup:.2f}x" for cell in cells))
+    return table
+
+
+def replayed(rows: Sequence[ResultRow]) -> Table:
+    """One line per cell of a replay."""
+    table = Table(title="Replay", title_justify="left")
+    for heading in ("method", "c", "repeat"):
+        table.add_column(heading)
+    for heading in (
+        "tok/s",
+        "decode tok/s",
+        "TTFT P50 s",
+        "TPOT P50 ms",
+        "turn P50 s",
+        "turn P99 s",
+        "tokens/step",
+        "rejected",
+        "draft ms",
+        "wrong",
+    ):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(
+            row.method,
+            str(row.concurrency),
+            str(row.repeat),
+            f"{row.tok_s:.1f}",
+            _number(row.decode_tok_s, 1),
+            _number(row.ttft_p50, 2),
+            _number(None if row.tpot_p50 is None else 1e3 * row.tpot_p50, 1),
+            _number(row.turn_p50, 2),
+            _number(row.turn_p99, 2),
+            f"{row.tokens_per_step:.2f}",
+            f"{row.rejected_share:.2f}" if row.drafted else "-",
+            f"{row.draft_ms_per_step:.2f}",
+            str(row.mismatched),
+        )
+    return table
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

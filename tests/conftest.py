@@ -27,6 +27,7 @@ import pytest
 
 from agentspec_runtime.engine.compat import find_vllm
 from agentspec_runtime.errors import AgentSpecError
+from agentspec_runtime.telemetry.receiver import OtlpReceiver
 
 _FIXTURES: Final = {"engine_server": (), "plain_server": ("--plain",)}
 # Half a minute alone; three times that when both start on two busy cores.
@@ -69,6 +70,7 @@ class _Starting:
 class _Servers:
     folder: Path
     needed: frozenset[str]
+    spans: OtlpReceiver
     started: dict[str, _Starting] = field(default_factory=dict)
 
     def get(self, name: str) -> Server:
@@ -92,6 +94,8 @@ class _Servers:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("OTEL_")}
         environment |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
         command = [sys.executable, "-m", "agentspec_runtime", "serve", *_FIXTURES[name]]
+        if name == "engine_server":  # as in production: every test of ours runs with tracing on
+            command.append(f"--otlp-endpoint={self.spans.endpoint}")
         with log.open("wb") as stream:
             process = subprocess.Popen(
                 [*command, "--", f"--port={port}", *_VLLM_FLAGS],
@@ -157,17 +161,24 @@ def _servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         for name in _FIXTURES
         if name in getattr(item, "fixturenames", ())
     )
-    servers = _Servers(folder=tmp_path_factory.mktemp("servers"), needed=needed)
-    try:
-        yield servers
-    finally:
-        servers.stop()
+    with OtlpReceiver() as spans:
+        servers = _Servers(folder=tmp_path_factory.mktemp("servers"), needed=needed, spans=spans)
+        try:
+            yield servers
+        finally:
+            servers.stop()
 
 
 @pytest.fixture(scope="session")
 def engine_server(_servers: _Servers) -> Server:
     """`agentspec serve` with our scheduler."""
     return _servers.get("engine_server")
+
+
+@pytest.fixture(scope="session")
+def engine_spans(_servers: _Servers) -> OtlpReceiver:
+    """Receives the spans of `engine_server`, of all tests; look for your own trace id or request id."""
+    return _servers.spans
 
 
 @pytest.fixture(scope="session")

@@ -239,6 +239,23 @@ def calibrate(
     console.print(f"Written: {out}. Use it with: agentspec serve --cost-curve {out}")
 
 
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Folder of a replay.")],
+    price_per_hour: Annotated[
+        float | None, typer.Option(min=0, help="Price of the machine, for cost per task.")
+    ] = None,
+    currency: Annotated[str, typer.Option(help="Its sign.")] = "$",
+) -> None:
+    """One HTML file and Markdown out of a replay: what pays, what is wasted, how far the limit is."""
+    from agentspec_runtime.bench.report import write_report
+    from agentspec_runtime.bench.summary import Cost
+
+    cost = None if price_per_hour is None else Cost(per_hour=price_per_hour, currency=currency)
+    for path in write_report(folder, cost):
+        typer.echo(str(path))
+
+
 @contextmanager
 def _shown_progress() -> Iterator[Callable[[Progress], None]]:
     """A bar per cell, and one line for every cell that is over."""

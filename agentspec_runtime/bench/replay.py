@@ -17,21 +17,26 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Final, Literal, cast
+from typing import TYPE_CHECKING, Final, Literal, cast
 
 from agentspec_runtime.bench.load import CellLoad, TurnRecord
-from agentspec_runtime.bench.measure import CellKey, ResultRow, StepRecord, measure_cell
+from agentspec_runtime.bench.measure import CellKey, DraftCounts, ResultRow, StepRecord, measure_cell
 from agentspec_runtime.bench.methods import Method, parse_method
 from agentspec_runtime.bench.provenance import collect_provenance
-from agentspec_runtime.bench.replay_engine import CellJob, Job, RawCell
+from agentspec_runtime.bench.replay_engine import CellJob, Job, RawCell, select_trajectories
 from agentspec_runtime.bench.scheduler_records import SchedulerSums, read_scheduler_records
 from agentspec_runtime.engine.args import JsonValue
 from agentspec_runtime.errors import ConfigurationError, ServerError
 
+if TYPE_CHECKING:
+    from agentspec_runtime.bench.limits import Limits
+
 __all__ = ["Progress", "ReplayPlan", "engine_events", "load_rows", "measure_raw", "read_raw", "replay"]
+
+_RECORDING_SCHEDULER: Final = "agentspec_runtime.bench.replay_scheduler.RecordingScheduler"
 
 _LOG_LINES: Final = 15
 """Last lines of an engine's log in the error about its end: enough for a Python exception."""
@@ -104,7 +109,49 @@ def replay(plan: ReplayPlan, report: Callable[[Progress], None] = lambda _progre
                 with (plan.out / "results.jsonl").open("a", encoding="utf-8") as results:
                     results.write(json.dumps(asdict(row)) + "\n")
                 rows.append(row)
+    _write_limits(plan)
     return rows
+
+
+def _write_limits(plan: ReplayPlan) -> None:
+    """Limits of what was replayed, for the report's waterfall; once per number of trajectories."""
+    from agentspec_runtime.bench.limits import compute_limits, read_limits, write_limits
+
+    if read_limits(plan.out / "limits.json"):
+        return
+    job = _job(plan, engine={}, hints=False, reuse=True, records=None, cells=[])
+    by_count: dict[int | None, Limits] = {}
+    limits = []
+    for index, concurrency in enumerate(plan.concurrency):
+        count = plan.trajectories_at(index)
+        if count not in by_count:
+            by_count[count] = compute_limits(concurrency, select_trajectories(job, count), plan.model)
+        limits.append(replace(by_count[count], concurrency=concurrency))
+    write_limits(plan.out / "limits.json", limits)
+
+
+def _job(
+    plan: ReplayPlan,
+    *,
+    engine: Mapping[str, JsonValue],
+    hints: bool,
+    reuse: bool,
+    records: Path | None,
+    cells: list[CellJob],
+) -> Job:
+    return Job(
+        engine={**plan.engine, **engine},
+        files=[str(file) for file in plan.files],
+        model=plan.model,
+        chat_template=str(plan.chat_template) if plan.chat_template else None,
+        max_model_len=plan.max_model_len,
+        max_turns=plan.max_turns,
+        part=plan.part,
+        hints=hints,
+        reuse=reuse,
+        records_file=str(records) if records else None,
+        cells=cells,
+    )
 
 
 def read_raw(path: Path) -> tuple[CellLoad, list[StepRecord]]:
@@ -227,17 +274,12 @@ def _run_method(
         )
         for index, concurrency in todo
     ]
-    job = Job(
-        engine={**plan.engine, **method.engine},
-        files=[str(file) for file in plan.files],
-        model=plan.model,
-        chat_template=str(plan.chat_template) if plan.chat_template else None,
-        max_model_len=plan.max_model_len,
-        max_turns=plan.max_turns,
-        part=plan.part,
+    job = _job(
+        plan,
+        engine=_recorded(method, records),
         hints=method.hints,
         reuse=method.reuse,
-        records_file=str(records) if records else None,
+        records=records,
         cells=cells,
     )
     job_file = folder / f"{stem}.job.json"
@@ -260,6 +302,19 @@ def _run_method(
             report(_with_row(shown, row))
         else:
             report(shown)
+
+
+def _recorded(method: Method, records: Path | None) -> Mapping[str, JsonValue]:
+    """Engine arguments of a method; ours with the scheduler that also writes down what it did."""
+    if records is None:
+        return method.engine
+    additional = method.engine.get("additional_config")
+    assert isinstance(additional, dict)  # noqa: S101 - `engine_args` sets it
+    return {
+        **method.engine,
+        "scheduler_cls": _RECORDING_SCHEDULER,
+        "additional_config": {**additional, "agentspec_bench_records": str(records.resolve())},
+    }
 
 
 def engine_events(
@@ -326,11 +381,24 @@ def _with_row(progress: Progress, row: ResultRow) -> Progress:
     )
 
 
-def load_rows(paths: Sequence[Path]) -> list[ResultRow]:
-    """Rows of results files."""
-    return [
-        ResultRow(**json.loads(line))
-        for path in paths
-        for line in path.read_text(encoding="utf-8").splitlines()
-        if line.strip()
-    ]
+def load_rows(path: Path) -> list[ResultRow]:
+    """Rows of a results file; a line that a crash cut off is skipped.
+
+    Raises:
+        ConfigurationError: there is no such file, or nothing in it.
+    """
+    if not path.is_file():
+        raise ConfigurationError(f"{path}: no such file; agentspec bench replay writes it")
+    rows: list[ResultRow] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            data = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        for name in ("by_block", "by_source"):
+            data[name] = {key: DraftCounts(**counts) for key, counts in data[name].items()}
+        data["turn_quantiles"] = tuple(data["turn_quantiles"])
+        rows.append(ResultRow(**data))
+    if not rows:
+        raise ConfigurationError(f"{path}: holds no finished cell yet")
+    return rows

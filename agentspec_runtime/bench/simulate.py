@@ -36,6 +36,7 @@ __all__ = [
     "Plan",
     "WorkloadResult",
     "replay_request",
+    "run_oracles",
     "select_part",
     "simulate",
 ]
@@ -229,7 +230,7 @@ def _run_units(
 def _run_unit(plan: Plan, index: int, unit: str) -> list[LaneResult]:
     trajectories, _ = _selected(plan, plan.files[index])
     if unit == "oracle":
-        return _run_oracles(trajectories)
+        return run_oracles(trajectories)
     # Compiled code is loaded by a throwaway rival, so that drafting time is drafting time.
     rehearsal = _rival(unit, plan)
     replay_request(rehearsal, "-", "-", trajectories[0].requests[0], [Tally() for _ in rehearsal.settings])
@@ -274,7 +275,8 @@ def _cut_at_truth(tally: Tally) -> Tally:
     )
 
 
-def _run_oracles(trajectories: Sequence[TokenTrajectory]) -> list[LaneResult]:
+def run_oracles(trajectories: Sequence[TokenTrajectory]) -> list[LaneResult]:
+    """O2, O3 and the LZ bound on trajectories that run one after the other."""
     names = ("O2", "O3", "LZ")
     tallies = {name: Tally() for name in names}
     for lengths in copy_lengths(trajectories):

@@ -1,0 +1,197 @@
+"""Results of a replay put together for a decision: repeats merged, methods compared, doubts listed.
+
+Comparisons pair cells of the same repeat, because a machine drifts: the speedup over plain is the median of
+the ratios within repeats, its spread their minimum and maximum.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from agentspec_runtime.bench.measure import DraftCounts, ResultRow
+
+__all__ = ["CellSummary", "Cost", "doubts", "summarise", "verdict"]
+
+_REFERENCE = "plain"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Price of a machine hour, in any currency; None where nobody said."""
+
+    per_hour: float
+    currency: str = "$"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellSummary:
+    """One method at one concurrency over all repeats: medians, and (least, most) over repeats."""
+
+    method: str
+    concurrency: int
+    repeats: int
+    tok_s: float
+    tok_s_range: tuple[float, float]
+    speedup: float | None
+    speedup_range: tuple[float, float] | None
+    ttft_p50: float | None
+    tpot_p50: float | None
+    turn_p50: float | None
+    turn_p95: float | None
+    turn_p99: float | None
+    task_p50: float | None
+    task_p99: float | None
+    tokens_per_step: float
+    rejected_share: float
+    drafted_per_token: float
+    draft_ms_per_step: float
+    mean_batch: float
+    prefix_hit_rate: float
+    preemptions: int
+    mismatched: int
+    tasks_per_hour: float
+    batch_histogram: Mapping[int, int]
+    tokens_histogram: Mapping[int, int]
+    by_block: Mapping[str, DraftCounts]
+    by_source: Mapping[str, DraftCounts]
+    turn_quantiles: tuple[float, ...]
+
+
+def summarise(rows: Sequence[ResultRow]) -> list[CellSummary]:
+    """Summaries in the order in which methods first appear, concurrency ascending."""
+    cells: defaultdict[tuple[str, int], list[ResultRow]] = defaultdict(list)
+    for row in rows:
+        cells[row.method, row.concurrency].append(row)
+    reference = {(row.concurrency, row.repeat): row.tok_s for row in rows if row.method == _REFERENCE}
+    order = list(dict.fromkeys(row.method for row in rows))
+    return [
+        _summary(cells[key], reference)
+        for key in sorted(cells, key=lambda key: (order.index(key[0]), key[1]))
+    ]
+
+
+def verdict(cells: Sequence[CellSummary]) -> list[str]:
+    """What the numbers say, one sentence per concurrency: ours against plain and against the best other."""
+    sentences: list[str] = []
+    for concurrency in sorted({cell.concurrency for cell in cells}):
+        here = {cell.method: cell for cell in cells if cell.concurrency == concurrency}
+        ours, plain = here.get("agentspec"), here.get(_REFERENCE)
+        if ours is None or plain is None:
+            best = max(here.values(), key=lambda cell: cell.tok_s)
+            sentences.append(f"At {concurrency}: {best.method} was fastest with {best.tok_s:.0f} tok/s.")
+            continue
+        rivals = [cell for name, cell in here.items() if not name.startswith(("agentspec", "plain"))]
+        gain = ours.tok_s / plain.tok_s
+        sentence = f"At {_agents(concurrency)}: agentspec gave {gain:.2f}x the throughput of plain"
+        if rivals:
+            best = max(rivals, key=lambda cell: cell.tok_s)
+            sentence += f" and {ours.tok_s / best.tok_s:.2f}x that of {best.method}, the best other method"
+        if ours.turn_p99 and plain.turn_p99:
+            sentence += f"; P99 turn latency {ours.turn_p99 / plain.turn_p99:.2f}x of plain's"
+        sentences.append(sentence + ".")
+    return sentences
+
+
+def doubts(cells: Sequence[CellSummary], rows: Sequence[ResultRow]) -> list[str]:
+    """Reasons to trust a result less, each with what to do about it."""
+    found: list[str] = []
+    if wrong := [cell for cell in cells if cell.mismatched]:
+        names = ", ".join(sorted({cell.method for cell in wrong}))
+        found.append(f"Turns of {names} did not emit the recorded tokens exactly: those rows are invalid.")
+    if not any(cell.method == _REFERENCE for cell in cells):
+        found.append("There is no plain row, so no speedup can be stated: add plain to --methods.")
+    if max(cell.repeats for cell in cells) == 1:
+        found.append(
+            "One repeat: there is no spread. Differences of a few per cent may be noise; --repeat 3."
+        )
+    if any(cell.preemptions for cell in cells):
+        found.append("Requests were preempted: the KV cache was too small for this concurrency.")
+    for concurrency in sorted({cell.concurrency for cell in cells}):
+        batch = max(cell.mean_batch for cell in cells if cell.concurrency == concurrency)
+        if concurrency > 1 and batch < 0.6 * concurrency:
+            found.append(
+                f"At {concurrency} agents only {batch:.1f} requests sampled per step on average: agents wait "
+                "for prompts, and the last ones run alone. More trajectories make that tail shorter."
+            )
+    slipped = [row.slip_p95 for row in rows if row.mode != "closed loop" and row.slip_p95]
+    if slipped and max(slipped) > 1.0:
+        found.append(
+            f"The arrival schedule slipped by up to {max(slipped):.1f} s (P95): the server was overloaded. "
+            "Task latency counts from the schedule, as a user would see it."
+        )
+    return found
+
+
+def _agents(concurrency: int) -> str:
+    return "1 agent" if concurrency == 1 else f"{concurrency} agents"
+
+
+def _summary(rows: Sequence[ResultRow], reference: Mapping[tuple[int, int], float]) -> CellSummary:
+    first = rows[0]
+    rates = [row.tok_s for row in rows]
+    ratios = [
+        row.tok_s / reference[row.concurrency, row.repeat]
+        for row in rows
+        if reference.get((row.concurrency, row.repeat))
+    ]
+    batch = _added([row.batch_histogram for row in rows])
+    out_tokens = sum(row.out_tokens for row in rows)
+    return CellSummary(
+        method=first.method,
+        concurrency=first.concurrency,
+        repeats=len(rows),
+        tok_s=median(rates),
+        tok_s_range=(min(rates), max(rates)),
+        speedup=median(ratios) if ratios else None,
+        speedup_range=(min(ratios), max(ratios)) if ratios else None,
+        ttft_p50=_middle([row.ttft_p50 for row in rows]),
+        tpot_p50=_middle([row.tpot_p50 for row in rows]),
+        turn_p50=_middle([row.turn_p50 for row in rows]),
+        turn_p95=_middle([row.turn_p95 for row in rows]),
+        turn_p99=_middle([row.turn_p99 for row in rows]),
+        task_p50=_middle([row.task_p50 for row in rows]),
+        task_p99=_middle([row.task_p99 for row in rows]),
+        tokens_per_step=median(row.tokens_per_step for row in rows),
+        rejected_share=median(row.rejected_share for row in rows),
+        drafted_per_token=sum(row.drafted for row in rows) / out_tokens if out_tokens else 0.0,
+        draft_ms_per_step=median(row.draft_ms_per_step for row in rows),
+        mean_batch=sum(size * count for size, count in batch.items()) / max(sum(batch.values()), 1),
+        prefix_hit_rate=median(row.prefix_hit_rate for row in rows),
+        preemptions=sum(row.preemptions for row in rows),
+        mismatched=sum(row.mismatched for row in rows),
+        tasks_per_hour=median(3600 * row.trajectories / row.wall_s for row in rows),
+        batch_histogram=batch,
+        tokens_histogram=_added([row.tokens_histogram for row in rows]),
+        by_block=_counted([row.by_block for row in rows]),
+        by_source=_counted([row.by_source for row in rows]),
+        turn_quantiles=tuple(
+            median(values) for values in zip(*(row.turn_quantiles for row in rows), strict=False)
+        ),
+    )
+
+
+def _middle(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def _added(histograms: Sequence[Mapping[str, int]]) -> dict[int, int]:
+    total: defaultdict[int, int] = defaultdict(int)
+    for histogram in histograms:
+        for value, count in histogram.items():
+            total[int(value)] += count
+    return dict(sorted(total.items()))
+
+
+def _counted(counts: Sequence[Mapping[str, DraftCounts]]) -> dict[str, DraftCounts]:
+    names = dict.fromkeys(name for mapping in counts for name in mapping)
+    return {
+        name: DraftCounts(
+            drafted=sum(mapping[name].drafted for mapping in counts if name in mapping),
+            accepted=sum(mapping[name].accepted for mapping in counts if name in mapping),
+        )
+        for name in names
+    }

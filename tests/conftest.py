@@ -106,15 +106,20 @@ class _Servers:
             )
         return _Starting(process=process, port=port, log=log)
 
-    def stop(self) -> None:
+    def stop(self) -> list[str]:
+        """End all; returns what was not as it should be (a server that is told to stop exits with 0)."""
         for starting in self.started.values():
             starting.process.send_signal(signal.SIGTERM)
-        for starting in self.started.values():
+        problems = []
+        for name, starting in self.started.items():
             try:
-                starting.process.wait(_STOP_TIMEOUT_S)
+                code = starting.process.wait(_STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 os.killpg(starting.process.pid, signal.SIGKILL)
-                starting.process.wait()
+                code = starting.process.wait()
+            if code != 0 and starting.ready:
+                problems.append(f"{name} ended with code {code}:\n{_tail(starting.log)}")
+        return problems
 
 
 def _wait_until_ready(starting: _Starting) -> None:

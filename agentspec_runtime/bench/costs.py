@@ -47,13 +47,15 @@ class StepTime(Protocol):
 class CostCurve:
     """A measured curve: `points` are (tokens in the step, seconds), tokens ascending.
 
-    Every request had `context_tokens` tokens in its KV cache, one token per request computed.
+    Every request had `context_tokens` tokens in its KV cache. `coefficients` are the linear fit that our
+    scheduler's budget starts from: seconds of base, per token, per 1,000 attended tokens, per request.
     """
 
     model: str
     machine: str
     points: tuple[tuple[int, float], ...]
     context_tokens: int
+    coefficients: tuple[float, float, float, float] | None = None
 
     @property
     def name(self) -> str:

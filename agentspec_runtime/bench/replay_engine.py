@@ -41,19 +41,6 @@ _PERIOD: Final = 37
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CellJob:
-    """One cell to run: its load, which trajectories, and where its raw record goes."""
-
-    concurrency: int
-    trajectories: int | None
-    rate_per_s: float | None
-    honour_waits: bool
-    seed: int
-    salt: str
-    raw_file: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PeriodicLoad:
     """Made-up requests instead of recordings, to measure step time: random tokens that repeat.
 
@@ -65,6 +52,20 @@ class PeriodicLoad:
     context_tokens: int
     output_tokens: int
     vocab_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellJob:
+    """One cell to run: its load, which trajectories, and where its raw record goes."""
+
+    concurrency: int
+    trajectories: int | None
+    rate_per_s: float | None
+    honour_waits: bool
+    seed: int
+    salt: str
+    raw_file: str
+    periodic: PeriodicLoad | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,15 +83,16 @@ class Job:
     reuse: bool
     records_file: str | None
     cells: list[CellJob]
-    periodic: PeriodicLoad | None = None
 
     @staticmethod
     def load(path: Path) -> Job:
         """Job of a file that the parent wrote."""
         data = json.loads(path.read_text(encoding="utf-8"))
-        cells = [CellJob(**cell) for cell in data.pop("cells")]
-        periodic = data.pop("periodic")
-        return Job(**data, cells=cells, periodic=PeriodicLoad(**periodic) if periodic else None)
+        cells = []
+        for cell in data.pop("cells"):
+            periodic = cell.pop("periodic")
+            cells.append(CellJob(**cell, periodic=PeriodicLoad(**periodic) if periodic else None))
+        return Job(**data, cells=cells)
 
 
 class RawCell(TypedDict):
@@ -112,8 +114,6 @@ def select_trajectories(job: Job, limit: int | None) -> list[TokenTrajectory]:
     """Trajectories of a job in file order, taken in turn from its files, at most `limit`."""
     from agentspec_runtime.bench.simulate import select_part
 
-    if job.periodic is not None:
-        return [_periodic_trajectory(job.periodic, number) for number in range(limit or 1)]
     template = Path(job.chat_template) if job.chat_template else None
     per_file: list[list[TokenTrajectory]] = []
     for file in job.files:
@@ -124,6 +124,12 @@ def select_trajectories(job: Job, limit: int | None) -> list[TokenTrajectory]:
         runs[index] for index in range(max(map(len, per_file))) for runs in per_file if index < len(runs)
     ]
     return mixed[:limit]
+
+
+def _cell_trajectories(job: Job, cell: CellJob) -> list[TokenTrajectory]:
+    if cell.periodic is not None:
+        return [_periodic_trajectory(cell.periodic, number) for number in range(cell.trajectories or 1)]
+    return select_trajectories(job, cell.trajectories)
 
 
 def _periodic_trajectory(load: PeriodicLoad, number: int) -> TokenTrajectory:
@@ -207,7 +213,7 @@ async def _run(job: Job, tell: Callable[[dict[str, object]], None]) -> None:
 async def _run_cell(
     engine: AsyncLLM, job: Job, cell: CellJob, number: int, tell: Callable[[dict[str, object]], None]
 ) -> None:
-    trajectories = select_trajectories(job, cell.trajectories)
+    trajectories = _cell_trajectories(job, cell)
     await engine.collective_rpc("replay_reset")
     records = Path(job.records_file) if job.records_file else None
     if records is not None:
@@ -232,8 +238,7 @@ async def _run_cell(
 
 async def _warm_up(engine: AsyncLLM, job: Job) -> None:
     """A few requests before anything is timed: kernels, numba and the HTTP-free path are compiled by then."""
-    trajectory = select_trajectories(job, 1)[0]
-    request = trajectory.requests[0]
+    request = _cell_trajectories(job, job.cells[0])[0].requests[0]
     cell = CellJob(
         concurrency=1,
         trajectories=1,

@@ -271,7 +271,7 @@ def _steps(cells: Sequence[CellSummary], colors: dict[str, str]) -> Section:
     ]
     return Section(
         title=f"What do the steps look like at {highest} agents?",
-        lead="Left: how many tokens a request gets from one step. Right: how many requests really ran at once, "
+        lead="Left: how many tokens a request gets from one step. Right: how many requests ran at once, "
         "which is what decides the price of a draft.",
         html='<div class="grid">'
         + _at_least_chart(tokens)
@@ -323,7 +323,7 @@ def _limit(cells: Sequence[CellSummary], limits: dict[int, Limits]) -> Section:
     note = '<p class="note">No limits were computed for this run.</p>'
     return Section(
         title="How far is the limit?",
-        lead="Tokens per step if nothing were ever rejected: with any copy (O3), with the best occurrence of "
+        lead="Tokens per step if nothing were ever rejected: with any copy (O3), the best occurrence of "
         "the last two tokens (O2), with our own drafts cut at the true length (O1). Then what was measured.",
         html=f'<div class="grid">{"".join(parts)}</div>' + html_table(heading, table) if parts else note,
         markdown=markdown_table(heading, table) if table else "No limits were computed for this run.\n",
@@ -340,7 +340,7 @@ def _costs(cells: Sequence[CellSummary], cost: Cost) -> Section:
     return Section(
         title="What does a task cost?",
         lead=f"At {cost.currency}{cost.per_hour:g} per machine hour, for one replayed agent run. Whether "
-        "tasks succeed is not measured here: the text is the recorded one (agentspec bench live measures it).",
+        "tasks succeed is not measured here: the text is recorded (agentspec bench live measures it).",
         html=html_table(heading, table),
         markdown=markdown_table(heading, table),
     )

@@ -14,8 +14,8 @@ from agentspec_runtime.budget import CostCurve, StepCost, StepShape
 Curve = Callable[[StepShape], float]
 
 _UNSTABLE = (
-    "StepCost: the covariance is cut element by element and the coefficients are clamped behind its back, so it "
-    "becomes indefinite, updates go the wrong way and the estimate is off by up to 15 times for thousands of steps"
+    "StepCost: the covariance is cut element by element and the coefficients are clamped behind its back: it "
+    "becomes indefinite, updates go the wrong way, the estimate is off by 15 times for thousands of steps"
 )
 
 

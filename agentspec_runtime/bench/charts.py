@@ -85,11 +85,13 @@ def bars(rows: Sequence[Bar], *, x_label: str, legend: Sequence[tuple[str, str]]
     height = top + step * len(rows) + 40
     longest = max(sum(value for value, _ in row.parts) for row in rows) or 1.0
     ticks = _round_ticks(0.0, longest)
-    place = _axis(0.0, max(ticks[-1], longest), left, _WIDTH - 110, log=False)
+    # 6.6 units a character of 12-unit text: a note at the end of the longest bar must fit.
+    right = _WIDTH - 16 - 6.6 * max(len(row.note) for row in rows)
+    place = _axis(0.0, max(ticks[-1], longest), left, max(right, left + 120), log=False)
     parts = [
         _rule(place(tick), top, place(tick), height - 38, _GRID)
         + _text(place(tick), height - 22, _number(tick), anchor="middle")
-        for tick in ticks
+        for tick in ticks[:: 2 if right - left < 220 else 1]
     ]
     for index, (name, color) in enumerate(legend):
         parts.append(_rect(left + 130 * index, 6, 11, 11, color))
@@ -166,18 +168,13 @@ def _line(
 
 def _legend(series: Sequence[Series], place_y: Callable[[float], float]) -> str:
     """Names at the right end of the lines, pushed apart so that none covers another."""
-    wanted = sorted((place_y(line.y[-1]), line) for line in _with_points(series)) if series else []
     parts = []
     previous = -math.inf
-    for y, line in wanted:
-        place = max(y, previous + 15)
+    for line in sorted((line for line in series if line.y), key=lambda line: place_y(line.y[-1])):
+        place = max(place_y(line.y[-1]), previous + 15)
         previous = place
         parts.append(_text(_WIDTH - _RIGHT + 10, place + 4, line.name, color=line.color, bold=True))
     return "".join(parts)
-
-
-def _with_points(series: Sequence[Series]) -> list[Series]:
-    return [line for line in series if line.y]
 
 
 def _axis(low: float, high: float, start: float, end: float, log: bool) -> Callable[[float], float]:

@@ -1,6 +1,6 @@
 """How far copying could have gone on exactly what a replay replayed: the upper part of the waterfall.
 
-Tokens per step, first token of every answer included, for LZ, O3, O2 (exact, `oracles.py`) and O1 (our
+Tokens per step, first token of every answer included, for LZ, O3, O2/1 (exact, `oracles.py`) and O1 (our
 drafter, every draft cut where it went wrong). Trajectories run one after the other here; in a replay they run
 side by side, and a little less text is there to copy from.
 """
@@ -44,7 +44,7 @@ def compute_limits(concurrency: int, trajectories: Sequence[TokenTrajectory], mo
         concurrency=concurrency,
         lz=found["LZ"],
         o3=found["O3"],
-        o2=found["O2"],
+        o2=found["O2/1"],
         o1=round(tally.tokens_per_step, 4),
     )
 

@@ -5,6 +5,7 @@ every draft at the true mismatch, so nothing is ever rejected:
 
     O1  our own candidate, cut where it goes wrong: what perfect lengths would give;
     O2  the best occurrence of the last two tokens in any text that we may draft from: perfect choice;
+        O2/1 needs the last token only, and is what bounds a drafter that looks at one;
     O3  the longest copy from anywhere in that text, no match of the last tokens needed: perfect addressing;
     LZ  O3 without a length limit: the fewest steps that any copying can need (greedy longest match is
         optimal in the number of steps).
@@ -32,18 +33,19 @@ __all__ = ["CopyLengths", "copy_lengths", "oracle_steps"]
 Ints = NDArray[np.int64]
 
 _ANCHOR: Final = 2
-"""Tokens that must match before a copy in O2: the shortest context that any drafter of the field uses."""
+"""Tokens that must match before a copy in O2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyLengths:
     """For every output token of one request: how many tokens from there could be copied.
 
-    `addressed` needs the last two tokens to match (O2), `anywhere` does not (O3). Both end at the end of
-    the output.
+    `addressed` needs the last two tokens to match (O2), `loosely` the last one, `anywhere` none (O3). All
+    end at the end of the output.
     """
 
     addressed: Ints
+    loosely: Ints
     anywhere: Ints
 
 
@@ -83,15 +85,15 @@ def oracle_steps(copies: Ints, limit: int | None = None) -> tuple[int, int]:
 def _lengths(size: int, sources: Sequence[tuple[Ints, int]]) -> CopyLengths:
     """Best over the sources, each given as the factors of a text and where the output starts in it."""
     left = np.arange(size, 0, -1)
-    anywhere = np.zeros(size, dtype=np.int64)
-    addressed = np.zeros(size, dtype=np.int64)
+    best = [np.zeros(size, dtype=np.int64) for _ in range(_ANCHOR + 1)]
     for factors, start in sources:
-        anywhere = np.maximum(anywhere, factors[start : start + size])
-        # An occurrence that shares the two tokens before as well: theirs is the longest match of both.
-        skip = max(0, _ANCHOR - start)
-        matched = factors[start + skip - _ANCHOR : start + size - _ANCHOR] - _ANCHOR
-        addressed[skip:] = np.maximum(addressed[skip:], matched)
-    return CopyLengths(addressed=np.minimum(addressed, left), anywhere=np.minimum(anywhere, left))
+        for anchor, lengths in enumerate(best):
+            # An occurrence that shares the tokens before as well: theirs is the longest match from there.
+            skip = max(0, anchor - start)
+            matched = factors[start + skip - anchor : start + size - anchor] - anchor
+            lengths[skip:] = np.maximum(lengths[skip:], matched)
+    anywhere, loosely, addressed = (np.minimum(lengths, left) for lengths in best)
+    return CopyLengths(addressed=addressed, loosely=loosely, anywhere=anywhere)
 
 
 def _join(documents: Sequence[Tokens]) -> tuple[Ints, list[int]]:

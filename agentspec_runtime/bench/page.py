@@ -49,8 +49,8 @@ h1{font-size:26px;margin:0 0 4px}h2{font-size:19px;margin:36px 0 2px}
 .doubts{background:#fdf6ec;border-left:4px solid #c2571a;padding:10px 16px;max-width:100ch}
 .grid{display:grid;grid-template-columns:repeat(auto-fit,minmax(520px,1fr));gap:18px}
 svg{width:100%;height:auto;max-width:680px}.wide{overflow-x:auto}
-table{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:14px}
-th,td{padding:4px 10px;border-bottom:1px solid #e5e7eb;text-align:right;white-space:nowrap}
+table{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:13px}
+th,td{padding:4px 8px;border-bottom:1px solid #e5e7eb;text-align:right;white-space:nowrap}
 th:first-child,td:first-child{text-align:left}tr.ours td{background:#eef6f2;font-weight:600}
 pre{white-space:pre-wrap;word-break:break-word;font-size:12px;background:#f9fafb;padding:12px}
 """

@@ -20,7 +20,7 @@ from agentspec_runtime.bench.limits import Limits, read_limits
 from agentspec_runtime.bench.measure import DraftCounts, ResultRow
 from agentspec_runtime.bench.page import Section, html_page, html_table, markdown_page, markdown_table
 from agentspec_runtime.bench.replay import load_rows
-from agentspec_runtime.bench.summary import CellSummary, Cost, doubts, summarise, verdict
+from agentspec_runtime.bench.summary import CellSummary, Cost, agents, doubts, summarise, verdict
 
 __all__ = ["Report", "build_report", "write_report"]
 
@@ -124,12 +124,12 @@ def _throughput(cells: Sequence[CellSummary], colors: dict[str, str]) -> Section
         x_ticks=ticks,
         log_x=len(ticks) > 1,
     )
-    heading = ["method", *(f"{tick:.0f} agents" for tick in ticks)]
+    heading = ["method", *(agents(int(tick)) for tick in ticks)]
     table = [[method, *(_speedup(cell) for cell in own)] for method, own in _by_method(cells).items()]
     return Section(
         title="Does it pay?",
         lead="Throughput over the whole run, prompts included, and the factor over plain within one repeat.",
-        html=chart + html_table(heading, table),
+        html=f'<div class="grid">{chart}{html_table(heading, table)}</div>',
         markdown=markdown_table(heading, table),
     )
 
@@ -180,7 +180,7 @@ def _latency(cells: Sequence[CellSummary], colors: dict[str, str]) -> Section:
     ]
     parts.append(
         charts.lines(
-            distribution, x_label=f"turn latency at {highest} agents, s", y_label="turns finished, %"
+            distribution, x_label=f"turn latency at {agents(highest)}, s", y_label="turns finished, %"
         )
     )
     return Section(
@@ -214,7 +214,7 @@ def _waste(cells: Sequence[CellSummary]) -> Section:
     table: list[list[str]] = []
     if ours:
         cell = max(ours, key=lambda one: one.concurrency)
-        parts.append(_verdict_bars(f"agentspec at {cell.concurrency} agents", cell, legend))
+        parts.append(_verdict_bars(f"agentspec at {agents(cell.concurrency)}", cell, legend))
         for what, counts in (("block", cell.by_block), ("source", cell.by_source)):
             table += [
                 [what, name, f"{count.drafted:,}", f"{_share(count):.0%}"] for name, count in counts.items()
@@ -270,7 +270,7 @@ def _steps(cells: Sequence[CellSummary], colors: dict[str, str]) -> Section:
         if cell.batch_histogram
     ]
     return Section(
-        title=f"What do the steps look like at {highest} agents?",
+        title=f"What do the steps look like at {agents(highest)}?",
         lead="Left: how many tokens a request gets from one step. Right: how many requests ran at once, "
         "which is what decides the price of a draft.",
         html='<div class="grid">'
@@ -310,21 +310,21 @@ def _limit(cells: Sequence[CellSummary], limits: dict[int, Limits]) -> Section:
             continue
         steps = [
             ("O3: longest copy", limit.o3, "not addressed"),
-            ("O2: best occurrence", limit.o2, "wrong choice"),
+            ("O2/1: best occurrence", limit.o2, "wrong choice"),
             ("O1: our draft, true length", limit.o1, "lengths, price of a slot"),
             ("measured tokens per step", cell.tokens_per_step, "cost of steps and prompts"),
         ]
         if cell.speedup is not None:
             steps.append(("measured factor over plain", cell.speedup, ""))
-        label = f"{cell.concurrency} agents: tokens per step, factor over plain"
+        label = f"{agents(cell.concurrency)}: tokens per step, factor over plain"
         parts.append(charts.waterfall(steps, x_label=label))
         table.append([str(cell.concurrency), *(f"{value:.2f}" for _, value, _ in steps)])
-    heading = ["agents", "O3", "O2", "O1", "measured tokens/step", "factor over plain"]
+    heading = ["agents", "O3", "O2/1", "O1", "measured tokens/step", "factor over plain"]
     note = '<p class="note">No limits were computed for this run.</p>'
     return Section(
         title="How far is the limit?",
         lead="Tokens per step if nothing were ever rejected: with any copy (O3), the best occurrence of "
-        "the last two tokens (O2), with our own drafts cut at the true length (O1). Then what was measured.",
+        "the last token (O2/1), with our own drafts cut at the true length (O1). Then what was measured.",
         html=f'<div class="grid">{"".join(parts)}</div>' + html_table(heading, table) if parts else note,
         markdown=markdown_table(heading, table) if table else "No limits were computed for this run.\n",
     )
@@ -332,7 +332,7 @@ def _limit(cells: Sequence[CellSummary], limits: dict[int, Limits]) -> Section:
 
 def _costs(cells: Sequence[CellSummary], cost: Cost) -> Section:
     ticks = sorted({cell.concurrency for cell in cells})
-    heading = ["method", *(f"{tick} agents" for tick in ticks)]
+    heading = ["method", *(agents(tick) for tick in ticks)]
     table = [
         [method, *(f"{cost.currency}{cost.per_hour / cell.tasks_per_hour:.4f}" for cell in own)]
         for method, own in _by_method(cells).items()

@@ -43,6 +43,7 @@ class SummingObserver:
         self._path = path
         self._next_write = 0.0
         self._written = False
+        self._request_ended = False
         self._clear()
 
     def _clear(self) -> None:
@@ -65,14 +66,15 @@ class SummingObserver:
                 sums[str(name)][0] += verdict.drafted
                 sums[str(name)][1] += verdict.accepted
         now = time.monotonic()
-        if now >= self._next_write:
+        if now >= self._next_write or self._request_ended:
+            self._request_ended = False
             self._next_write = now + _WRITE_EVERY_S
             self._write()
 
     def on_request(self, report: RequestReport) -> None:
-        """Verdicts come with the steps; the end of a request is a good time to write."""
+        """Verdicts come with the step that ends it: have that one written at once, it may be the last."""
         del report
-        self._write()
+        self._request_ended = True
 
     def close(self) -> None:
         """Write what is left."""

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Final, Literal, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
-from agentspec_runtime.bench.oracles import copy_lengths, oracle_steps
+from agentspec_runtime.bench.oracles import CopyLengths, copy_lengths, oracle_steps
 from agentspec_runtime.bench.rivals import NgramRival, Rival, SuffixRival
 from agentspec_runtime.bench.tally import Tally, WireTally
 from agentspec_runtime.bench.tokens import TokenRequest, TokenTrajectory, fit_context, load_tokens
@@ -164,9 +165,7 @@ def replay_request(
         tally.index_s += index_s
 
 
-def _step(
-    rival: Rival, setting: int, tally: Tally, rest: np.ndarray[tuple[int, ...], np.dtype[np.int32]]
-) -> int:
+def _step(rival: Rival, setting: int, tally: Tally, rest: NDArray[np.int32]) -> int:
     """One decode step of one setting; how many tokens it emitted."""
     started = time.perf_counter()
     candidate = rival.draft(setting)
@@ -277,19 +276,20 @@ def _cut_at_truth(tally: Tally) -> Tally:
 
 def run_oracles(trajectories: Sequence[TokenTrajectory]) -> list[LaneResult]:
     """O2, O3 and the LZ bound on trajectories that run one after the other."""
-    names = ("O2", "O3", "LZ")
-    tallies = {name: Tally() for name in names}
+    bounds: tuple[tuple[str, Callable[[CopyLengths], NDArray[np.int64]], int | None], ...] = (
+        ("O2", lambda copies: copies.addressed, ORACLE_LIMIT),
+        ("O2/1", lambda copies: copies.loosely, ORACLE_LIMIT),
+        ("O3", lambda copies: copies.anywhere, ORACLE_LIMIT),
+        ("LZ", lambda copies: copies.anywhere, None),
+    )
+    tallies = {name: Tally() for name, _, _ in bounds}
     for lengths in copy_lengths(trajectories):
         for copies in lengths:
-            size = len(copies.anywhere)
-            for name in names:
-                steps, accepted = oracle_steps(
-                    copies.addressed if name == "O2" else copies.anywhere,
-                    None if name == "LZ" else ORACLE_LIMIT,
-                )
+            for name, chosen, limit in bounds:
+                steps, accepted = oracle_steps(chosen(copies), limit)
                 tally = tallies[name]
                 tally.requests += 1
-                tally.out_tokens += size
+                tally.out_tokens += len(copies.anywhere)
                 tally.steps += steps
                 tally.drafted += accepted
                 tally.accepted += accepted

@@ -13,7 +13,7 @@ from statistics import median
 
 from agentspec_runtime.bench.measure import DraftCounts, ResultRow
 
-__all__ = ["CellSummary", "Cost", "doubts", "summarise", "verdict"]
+__all__ = ["CellSummary", "Cost", "agents", "doubts", "summarise", "verdict"]
 
 _REFERENCE = "plain"
 
@@ -61,12 +61,12 @@ class CellSummary:
 
 
 def summarise(rows: Sequence[ResultRow]) -> list[CellSummary]:
-    """Summaries in the order in which methods first appear, concurrency ascending."""
+    """Summaries by method (plain, others, ours) and concurrency."""
     cells: defaultdict[tuple[str, int], list[ResultRow]] = defaultdict(list)
     for row in rows:
         cells[row.method, row.concurrency].append(row)
     reference = {(row.concurrency, row.repeat): row.tok_s for row in rows if row.method == _REFERENCE}
-    order = list(dict.fromkeys(row.method for row in rows))
+    order = sorted(dict.fromkeys(row.method for row in rows), key=_place)
     return [
         _summary(cells[key], reference)
         for key in sorted(cells, key=lambda key: (order.index(key[0]), key[1]))
@@ -85,7 +85,7 @@ def verdict(cells: Sequence[CellSummary]) -> list[str]:
             continue
         rivals = [cell for name, cell in here.items() if not name.startswith(("agentspec", "plain"))]
         gain = ours.tok_s / plain.tok_s
-        sentence = f"At {_agents(concurrency)}: agentspec gave {gain:.2f}x the throughput of plain"
+        sentence = f"At {agents(concurrency)}: agentspec gave {gain:.2f}x the throughput of plain"
         if rivals:
             best = max(rivals, key=lambda cell: cell.tok_s)
             sentence += f" and {ours.tok_s / best.tok_s:.2f}x that of {best.method}, the best other method"
@@ -125,7 +125,13 @@ def doubts(cells: Sequence[CellSummary], rows: Sequence[ResultRow]) -> list[str]
     return found
 
 
-def _agents(concurrency: int) -> str:
+def _place(method: str) -> int:
+    """Plain methods first, then others, then ours: the order in which a reader compares."""
+    return 0 if method.startswith("plain") else 2 if method.startswith("agentspec") else 1
+
+
+def agents(concurrency: int) -> str:
+    """ "1 agent", "8 agents"."""
     return "1 agent" if concurrency == 1 else f"{concurrency} agents"
 
 

@@ -1,9 +1,9 @@
 """The observer of the engine process: what a step and a request leave behind for people to see.
 
 On the step's path `on_step` and `on_request` only append to a bounded queue. One background thread turns
-records into Prometheus values and spans a slice at a time, a second one (in `export.py`) sends spans, so
-that a slow collector delays neither metrics nor steps. Slices are small because every thread of the
-process shares the interpreter lock: a slice of work is the longest that a step can be made to wait.
+records into Prometheus values, a slice at a time: every thread of the process shares the interpreter lock,
+so a slice of work is the longest that a step can be made to wait. Spans are made and sent by a process of
+their own (`span_process.py`), because that takes two milliseconds per request.
 """
 
 from __future__ import annotations
@@ -15,17 +15,15 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
-from agentspec_runtime.errors import AgentSpecError
+from agentspec_runtime.errors import AgentSpecError, MissingDependencyError
 from agentspec_runtime.observe import Observer, RequestReport, StepReport
 from agentspec_runtime.telemetry.metrics import EngineMetrics, Losses, engine_metrics, multiprocess_too_late
 from agentspec_runtime.telemetry.queue import BoundedQueue, Worker
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.trace import Tracer
     from prometheus_client import CollectorRegistry
 
-    from agentspec_runtime.telemetry.export import BoundedSpanProcessor
+    from agentspec_runtime.telemetry.span_process import SpanProcess
 
 __all__ = ["EngineObserver", "build_engine_observer"]
 
@@ -36,7 +34,6 @@ _STEP_RECORDS: Final = 8192
 _REQUEST_RECORDS: Final = 2048
 _STEP_SLICE: Final = 64
 _PERIOD_S: Final = 0.25
-SCOPE: Final = "agentspec.engine"
 
 
 class EngineObserver:
@@ -46,7 +43,7 @@ class EngineObserver:
         self,
         *,
         metrics: EngineMetrics | None,
-        spans: SpanOutput | None,
+        spans: SpanProcess | None,
         close_timeout_s: float,
         step_records: int = _STEP_RECORDS,
         request_records: int = _REQUEST_RECORDS,
@@ -75,8 +72,8 @@ class EngineObserver:
         """Records lost so far."""
         return Losses(
             steps=self._steps.dropped,
-            requests=self._requests.dropped,
-            spans=self._spans.processor.lost if self._spans is not None else 0,
+            requests=self._requests.dropped + (self._spans.reports_lost if self._spans is not None else 0),
+            spans=self._spans.spans_lost if self._spans is not None else 0,
         )
 
     def close(self) -> None:
@@ -85,11 +82,15 @@ class EngineObserver:
             return
         self._closed = True
         atexit.unregister(self.close)
-        self._worker.stop(self._close_timeout_s / 2)
+        self._worker.stop(self._close_timeout_s / 4)
         if self._spans is not None:
             self._spans.close()
         if self._metrics is not None:
             self._metrics.set_losses(self.losses)
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        """Whether the span worker is up; nothing has to wait for it, tests and benchmarks do."""
+        return self._spans is None or self._spans.wait_started(timeout_s)
 
     def flush(self, timeout_s: float = 5.0) -> bool:
         """Wait until everything observed so far is counted and sent (tests, benchmarks)."""
@@ -98,7 +99,7 @@ class EngineObserver:
         while (len(self._steps) or len(self._requests) or self._busy) and time.monotonic() < deadline_s:
             time.sleep(0.005)
         if self._spans is not None:
-            return self._spans.processor.force_flush(int(max(0.0, deadline_s - time.monotonic()) * 1e3))
+            return self._spans.flush(max(0.0, deadline_s - time.monotonic()))
         return time.monotonic() < deadline_s
 
     def _drain(self) -> None:
@@ -130,27 +131,7 @@ class EngineObserver:
         if self._metrics is not None:
             self._metrics.add_request(report)
         if self._spans is not None:
-            self._spans.emit(report)
-
-
-class SpanOutput:
-    """A private tracer provider with one bounded processor: the global provider is never touched."""
-
-    def __init__(self, provider: TracerProvider, processor: BoundedSpanProcessor) -> None:
-        from agentspec_runtime.telemetry.spans import emit_request
-
-        self.processor = processor
-        self._provider = provider
-        self._tracer: Tracer = provider.get_tracer(SCOPE)
-        self._emit_request = emit_request
-
-    def emit(self, report: RequestReport) -> None:
-        """Make the spans of one request and queue them for sending."""
-        self._emit_request(self._tracer, report)
-
-    def close(self) -> None:
-        """Send what is queued, within the processor's bound."""
-        self.processor.shutdown()
+            self._spans.put(report)
 
 
 def build_engine_observer(
@@ -186,7 +167,7 @@ def build_engine_observer(
             " the metrics of this process will not show under /metrics"
         )
     try:
-        spans = _span_output(endpoint, service_name, close_timeout_s, environ)
+        spans = _span_process(endpoint, service_name, close_timeout_s, environ)
     except AgentSpecError as error:
         if endpoint is not None:
             raise
@@ -199,33 +180,24 @@ def build_engine_observer(
     return observer
 
 
-def _span_output(
+def _span_process(
     endpoint: str | None, service_name: str, close_timeout_s: float, environ: Mapping[str, str]
-) -> SpanOutput | None:
-    from agentspec_runtime.errors import MissingDependencyError
-
+) -> SpanProcess | None:
     asked = endpoint or any(name.startswith("OTEL_EXPORTER_OTLP") for name in environ)
     if not asked:
         return None
     try:
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
-
-        from agentspec_runtime.telemetry.export import (
-            BoundedSpanProcessor,
-            destination,
-            make_exporter,
-            tracing_disabled,
-        )
+        from agentspec_runtime.telemetry.export import destination, require_exporter, tracing_disabled
+        from agentspec_runtime.telemetry.span_process import SpanProcess
     except ImportError as error:
         raise MissingDependencyError("opentelemetry-sdk", "otel") from error
     target = None if tracing_disabled(environ) else destination(endpoint, environ)
     if target is None:
         return None
-    name = environ.get("OTEL_SERVICE_NAME") or service_name
-    processor = BoundedSpanProcessor(
-        make_exporter(target, environ), endpoint=target.endpoint, close_timeout_s=close_timeout_s / 2
+    require_exporter(target)
+    return SpanProcess(
+        endpoint=target.endpoint,
+        protocol=target.protocol,
+        service=environ.get("OTEL_SERVICE_NAME") or service_name,
+        close_timeout_s=close_timeout_s,
     )
-    provider = TracerProvider(resource=Resource.create({"service.name": name}), shutdown_on_exit=False)
-    provider.add_span_processor(processor)
-    return SpanOutput(provider, processor)

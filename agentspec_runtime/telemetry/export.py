@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, Literal
 from urllib.parse import urlsplit
@@ -37,7 +38,15 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from agentspec_runtime.errors import ConfigurationError, MissingDependencyError
 from agentspec_runtime.telemetry.queue import BoundedQueue, Worker
 
-__all__ = ["BoundedSpanProcessor", "Destination", "destination", "make_exporter", "tracing_disabled"]
+__all__ = [
+    "BoundedSpanProcessor",
+    "Destination",
+    "JsonLinesExporter",
+    "destination",
+    "make_exporter",
+    "require_exporter",
+    "tracing_disabled",
+]
 
 _log = logging.getLogger("agentspec.telemetry")
 
@@ -104,6 +113,21 @@ def _protocol(endpoint: str, environ: Mapping[str, str]) -> Protocol:
         )
     parts = urlsplit(endpoint if "://" in endpoint else f"//{endpoint}")
     return "grpc" if parts.port == _GRPC_PORT and parts.path in ("", "/") else "http/protobuf"
+
+
+def require_exporter(target: Destination) -> None:
+    """Raise if the exporter package of this protocol is not installed, without loading it.
+
+    Raises:
+        MissingDependencyError: it is not.
+    """
+    package = "http" if target.protocol == "http/protobuf" else "grpc"
+    try:
+        found = find_spec(f"opentelemetry.exporter.otlp.proto.{package}")
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise MissingDependencyError(f"opentelemetry-exporter-otlp-proto-{package}", "otel")
 
 
 def make_exporter(target: Destination, environ: Mapping[str, str] = os.environ) -> SpanExporter:

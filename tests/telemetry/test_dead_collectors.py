@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +17,7 @@ from engine_records import make_request
 from prometheus_client import CollectorRegistry
 
 from agentspec_runtime.telemetry.engine import EngineObserver, build_engine_observer
+from agentspec_runtime.telemetry.receiver import OtlpReceiver
 
 EXIT_BOUND_S = 4.0
 """The close timeout of 2 s, and the interpreter's own time on a busy machine."""
@@ -58,9 +59,10 @@ def test_close_is_bounded_and_losses_are_counted(kind: str, protocol: str, silen
         endpoint=endpoint, registry=registry, environ={"OTEL_EXPORTER_OTLP_PROTOCOL": protocol}
     )
     assert isinstance(observer, EngineObserver)
+    assert observer.wait_ready(30)
     for number in range(50):
         observer.on_request(make_request(req_id=str(number)).request)
-    time.sleep(0.6)  # an export is under way
+    time.sleep(1.0)  # an export is under way
     began = time.monotonic()
     observer.close()
     assert time.monotonic() - began < 2.5
@@ -75,8 +77,10 @@ def test_a_hanging_collector_does_not_slow_on_request(silent_port: int) -> None:
     observer = build_engine_observer(
         endpoint=endpoints(silent_port)["silent"], registry=CollectorRegistry(), environ={}
     )
+    assert isinstance(observer, EngineObserver)
+    assert observer.wait_ready(30)
     observer.on_request(made)
-    time.sleep(0.8)
+    time.sleep(1.0)
     slowest = 0.0
     for _ in range(2000):
         began = time.perf_counter()
@@ -87,31 +91,64 @@ def test_a_hanging_collector_does_not_slow_on_request(silent_port: int) -> None:
     assert slowest < 0.1
 
 
-def test_the_log_says_it_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_it_once(capfd: pytest.CaptureFixture[str]) -> None:
     """One warning of ours, and none of the exporter's lines per retry."""
-    caplog.set_level(logging.WARNING)
     endpoint = f"http://127.0.0.1:{closed_port()}/v1/traces"
     observer = build_engine_observer(
         endpoint=endpoint, registry=CollectorRegistry(), environ={}, close_timeout_s=4.0
     )
+    assert isinstance(observer, EngineObserver)
+    assert observer.wait_ready(30)
     for number in range(5):
         observer.on_request(make_request(req_id=str(number)).request)
     observer.close()
-    warnings = [record.getMessage() for record in caplog.records]
-    assert len(warnings) == 1, warnings
-    assert endpoint in warnings[0]
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.strip()]
+    assert len(lines) == 1, lines
+    assert endpoint in lines[0]
+
+
+def test_a_worker_that_dies_loses_only_spans(receiver: OtlpReceiver) -> None:
+    """Killed from outside: counted, said once, and metrics, steps and close go on."""
+    registry = CollectorRegistry()
+    observer = build_engine_observer(endpoint=receiver.endpoint, registry=registry, environ={})
+    assert isinstance(observer, EngineObserver)
+    assert observer.wait_ready(30)
+    assert observer._spans is not None
+    observer._spans._process.kill()
+    observer._spans._process.wait()
+    for number in range(20):
+        observer.on_request(make_request(req_id=str(number)).request)
+    began = time.monotonic()
+    observer.close()
+    assert time.monotonic() - began < 2.5
+    assert observer.losses.requests == 20
+    assert registry.get_sample_value("agentspec_requests_total", {"finish_reason": "stop"}) == 20
+
+
+def test_spans_survive_an_engine_that_is_killed(receiver: OtlpReceiver, tmp_path: Path) -> None:
+    """SIGKILL to the engine: what it had handed over still arrives, and no worker is left behind."""
+    arguments = [str(Path(__file__).parent), receiver.endpoint, "killed"]
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(SCRIPT), *arguments])
+    assert process.wait(60) == -signal.SIGKILL
+    receiver.wait_for(lambda spans: len(spans) == 600, timeout_s=30)
 
 
 SCRIPT = """
-    import sys
+    import os, signal, sys, time
     sys.path.insert(0, sys.argv[1])
     from engine_records import make_request
     from agentspec_runtime.telemetry.engine import build_engine_observer
     observer = build_engine_observer(endpoint=sys.argv[2], environ={})
+    observer.wait_ready(30)
     for number in range(100):
         observer.on_request(make_request(req_id=str(number)).request)
     if sys.argv[3] == "closed":
         observer.close()
+    if sys.argv[3] == "killed":
+        while len(observer._requests) or len(observer._spans._queue):
+            time.sleep(0.01)
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
     print("done", flush=True)
     sys.exit(7)
 """

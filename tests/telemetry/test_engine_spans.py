@@ -20,6 +20,7 @@ def observe(
     assert isinstance(observer, EngineObserver)
     for report in reports:
         observer.on_request(report)
+    assert observer.flush(30)
     observer.close()
     return observer
 

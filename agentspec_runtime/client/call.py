@@ -138,8 +138,14 @@ class Call:
         return self.hinted or self.asked_for_usage
 
     def _may_ask_for_usage(self) -> bool:
+        """A stream gives its metrics with the usage, and only where there is one choice."""
         request = self._request
-        return request.stream and request.operation != "responses" and not wire.asks_for_usage(request.body)
+        return (
+            request.stream
+            and request.operation != "responses"
+            and request.body.get("n") in (None, 1)
+            and not wire.asks_for_usage(request.body)
+        )
 
     def _hint(self) -> Hint | None:
         hint = wire.build_hint(self._context, turn=self._turn, body=self._request.body, kinds=result_kinds())
@@ -226,7 +232,6 @@ class Call:
             reader: SseFilter | BodyReader = SseFilter(
                 self._absorb,
                 hide_usage=self.asked_for_usage,
-                single=self._request.body.get("n") in (None, 1),
                 every_event=self._sink is not None,
             )
         else:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
@@ -33,20 +34,30 @@ _REFUSED_STATUS: Final = (400, 404, 415, 422)
 _OUR_WORDS: Final = ("vllm_xargs", "agentspec", "stream_options", "include_usage")
 
 
+@dataclass(slots=True)
+class Settings:
+    """What is in force."""
+
+    capability: Capability
+    recorder: CallRecorder | None = None
+
+
 class Instrumentation:
-    """What is in force. `with instrument():` undoes it at the end of the block."""
+    """What `instrument()` returns: `with instrument():` undoes at its end what that call has changed."""
 
-    def __init__(self, capability: Capability, recorder: CallRecorder | None) -> None:
-        self.capability = capability
-        self.recorder = recorder
+    __slots__ = ("_before", "settings")
 
-    def __enter__(self) -> Self:
+    def __init__(self, settings: Settings, before: Settings | None) -> None:
+        self.settings = settings
+        self._before = before
+
+    def __enter__(self) -> Instrumentation:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        _state.remove(self)
+        _state.restore(self._before)
 
 
 class _State:
@@ -55,31 +66,33 @@ class _State:
     def __init__(self) -> None:
         self._lock = Lock()
         self._patches: list[tuple[type, str, object, object]] = []
-        self.active: Instrumentation | None = None
+        self.active: Settings | None = None
 
-    def put(self, wanted: Instrumentation, replace: bool) -> Instrumentation:
+    def put(self, wanted: Settings, replace: bool) -> Instrumentation:
         with self._lock:
             self._patch()
-            if self.active is None or replace:
+            before = self.active
+            if before is None or replace:
                 self.active = wanted
-            return self.active
+                return Instrumentation(wanted, before)
+            return Instrumentation(before, before)
 
-    def remove(self, only: Instrumentation | None = None) -> None:
+    def restore(self, before: Settings | None) -> None:
         with self._lock:
-            if only is not None and self.active is not only:
+            self.active = before
+            if before is not None:
                 return
-            self.active = None
             left = []
             for owner, name, original, ours in self._patches:
                 if owner.__dict__.get(name) is ours:
                     setattr(owner, name, original)
-                else:
+                else:  # somebody has wrapped over it: it stays, and does nothing
                     left.append((owner, name, original, ours))
             self._patches = left
 
     def _patch(self) -> None:
         try:
-            from openai import _base_client as sdk
+            from openai import _base_client as sdk  # optional, and slow to import
         except ImportError as error:
             raise MissingDependencyError("openai", "openai") from error
         self._wrap(sdk.SyncAPIClient, "request", _request)
@@ -124,34 +137,32 @@ def instrument(
         from agentspec_runtime.client.recording import Recorder
 
         recorder = Recorder(Path(record))
-    wanted = Instrumentation(Capability(read_servers(servers)), recorder)
+    wanted = Settings(Capability(read_servers(servers)), recorder)
     return _state.put(wanted, replace=servers is not None or record is not None)
 
 
 @contextmanager
 def recording_to(recorder: CallRecorder) -> Iterator[None]:
     """Let `recorder` see all calls of a block; the SDK is instrumented for it where it is not."""
-    before = _state.active
-    active = before or instrument()
-    outer, active.recorder = active.recorder, recorder
-    try:
-        yield
-    finally:
-        active.recorder = outer
-        if before is None:
-            _state.remove(active)
+    with instrument() as instrumented:
+        settings = instrumented.settings
+        outer, settings.recorder = settings.recorder, recorder
+        try:
+            yield
+        finally:
+            settings.recorder = outer
 
 
 def uninstrument() -> None:
     """Undo `instrument()`. Does nothing where it is not in force."""
-    _state.remove()
+    _state.restore(None)
 
 
 def _find(client: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Request | None:
     return attempt("looking at a request", None, find_request, client, args, kwargs)
 
 
-def _begin(request: Request, active: Instrumentation, capable: bool) -> Call | None:
+def _begin(request: Request, active: Settings, capable: bool) -> Call | None:
     return attempt("preparing a call", None, Call, request, capable=capable, recorder=active.recorder)
 
 

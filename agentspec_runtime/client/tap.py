@@ -106,8 +106,7 @@ class SseFilter:
     Args:
         sink: gets every decoded event that says something about usage, errors or the end, and all
             events until the first token (or for ever, with `every_event`).
-        hide_usage: remove the usage-only chunk.
-        single: the request has one choice, so that the chunk that ends it can wait for the fingerprint.
+        hide_usage: remove the usage-only chunk (of an answer with one choice).
     """
 
     def __init__(
@@ -115,12 +114,10 @@ class SseFilter:
         sink: Callable[[Mapping[str, object]], None],
         *,
         hide_usage: bool,
-        single: bool = True,
         every_event: bool = False,
     ) -> None:
         self._sink = sink
         self._hide = hide_usage
-        self._single = single
         self._every = every_event
         self._buffer = b""
         self._held: list[bytes] = []
@@ -176,7 +173,7 @@ class SseFilter:
             return
         if event is not None and is_usage_only(event):
             self._release(event.get("system_fingerprint"), out)
-        elif self._held or (self._single and event is not None and _ends_choice(event)):
+        elif self._held or (event is not None and _ends_choice(event)):
             self._held.append(raw)
         else:
             out.append(raw)
@@ -256,17 +253,15 @@ class _Tap:
 
     def read(self, source: Iterator[bytes]) -> Iterator[bytes]:
         error: BaseException | None = None
-        finished = False
         try:
             while True:
                 self._reading = True
                 data = next(source, None)
                 self._reading = False
                 out = self.flush() if data is None else self.feed(data)
-                finished = data is None
                 if out:
                     yield out
-                if finished:
+                if data is None:
                     return
         except GeneratorExit:
             raise
@@ -275,23 +270,20 @@ class _Tap:
             raise
         finally:
             self._reading = False
-            if finished or error is not None:
-                self.end(error)
+            self.end(error)
             del error  # it holds this frame
 
     async def aread(self, source: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         error: BaseException | None = None
-        finished = False
         try:
             while True:
                 self._reading = True
                 data = await anext(source, None)
                 self._reading = False
                 out = self.flush() if data is None else self.feed(data)
-                finished = data is None
                 if out:
                     yield out
-                if finished:
+                if data is None:
                     return
         except GeneratorExit:
             raise
@@ -300,8 +292,7 @@ class _Tap:
             raise
         finally:
             self._reading = False
-            if finished or error is not None:
-                self.end(error)
+            self.end(error)
             del error  # it holds this frame
 
 

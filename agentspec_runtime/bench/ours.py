@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Final, Literal
 
 import numpy as np
@@ -21,6 +22,10 @@ __all__ = ["OurRival"]
 _CAP: Final = 32
 """Draft length, as for the compared drafters."""
 
+_BLOCK_TOKENS: Final = 16
+"""Tokens per chained hash, as in vLLM's prefix cache, from which the engine knows what a prompt shares
+with the turn before it."""
+
 _REACH: Final[Mapping[str, Literal["corpus", "session", "request"]]] = {
     "agentspec": "corpus",
     "agentspec-session": "session",
@@ -31,13 +36,17 @@ _REACH: Final[Mapping[str, Literal["corpus", "session", "request"]]] = {
 class OurRival:
     """`method` names the widest text that drafts come from: corpus (default), session or request."""
 
-    def __init__(self, method: str, threshold: float, vocabulary: TokenTable) -> None:
+    def __init__(
+        self, method: str, threshold: float, vocabulary: TokenTable, *, use_prior: bool = True
+    ) -> None:
         self.method = method
         self.settings: Sequence[str] = (f"survival >= {threshold:g}",)
-        self._threshold = threshold
+        self.threshold = threshold
         self._reach = _REACH[method]
-        self._drafter = Drafter(DraftingConfig(num_speculative_tokens=_CAP), vocabulary)
+        config = DraftingConfig(num_speculative_tokens=_CAP, max_requests=1)
+        self._drafter = Drafter(config, vocabulary, use_prior=use_prior)
         self._req_id = ""
+        self._text: list[Tokens] = []
         self._draft: Tokens = np.empty(0, dtype=np.int32)
         self._by_block: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0])
 
@@ -50,13 +59,16 @@ class OurRival:
         """A request begins, in the session of its trajectory. Its prompt is indexed during prefill."""
         self._req_id = req_id
         self._draft = self._draft[:0]
+        self._text = [prompt_ids]
         scope = DraftScope(namespace="bench", session=session, reach=self._reach)
-        self._drafter.start(req_id, prompt_ids, scope=scope)
+        keys = chained_keys(prompt_ids)
+        self._drafter.start(req_id, prompt_ids, scope=scope, keys=keys, block_tokens=_BLOCK_TOKENS)
         while self._drafter.work():
             pass
 
     def extend(self, token_ids: Tokens) -> None:
         """Verdict on the last draft."""
+        self._text.append(token_ids)
         observed = self._drafter.observe_batch([self._req_id], [token_ids.tolist()])
         drafted = len(self._draft)
         if drafted:
@@ -73,10 +85,27 @@ class OurRival:
     def draft(self, setting: int) -> Candidate:  # noqa: ARG002 - one setting only
         """Draft of the slots whose survival reaches the threshold."""
         self._drafter.work()
-        draft = self._drafter.draft_batch([self._req_id], [_CAP], self._threshold).draft(0)
+        draft = self._drafter.draft_batch([self._req_id], [_CAP], self.threshold).draft(0)
         self._draft = draft.token_ids
         return Candidate(token_ids=draft.token_ids, survival=draft.survival, sources=draft.sources)
 
     def finish(self) -> None:
         """The request is over; its output joins the corpus."""
-        self._drafter.finish(self._req_id)
+        self._drafter.finish(self._req_id, keys=chained_keys(np.concatenate(self._text)))
+
+    def export_prior(self, path: Path, tables: tuple[int, ...]) -> None:
+        """Write what was learned as a prior (`SurvivalModels.export_prior`)."""
+        model = self._drafter.memory.namespaces["bench"].model
+        self._drafter.models.export_prior(model, path, tables)
+
+
+def chained_keys(token_ids: Tokens) -> list[int]:
+    """One hash per full block of tokens, each standing for the whole text up to there."""
+    raw = np.ascontiguousarray(token_ids, dtype=np.int32).tobytes()
+    size = _BLOCK_TOKENS * 4
+    keys: list[int] = []
+    previous = 0
+    for start in range(0, len(raw) - size + 1, size):
+        previous = hash((previous, raw[start : start + size]))
+        keys.append(previous)
+    return keys

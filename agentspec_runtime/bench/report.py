@@ -166,17 +166,16 @@ def _latency(cells: Sequence[CellSummary], colors: dict[str, str]) -> Section:
             )
         )
     highest = max(cell.concurrency for cell in cells)
-    share = list(range(0, 101, 2))
     distribution = [
         Series(
             name=cell.method,
             x=cell.turn_quantiles,
-            y=share,
+            y=[100 * index / (len(cell.turn_quantiles) - 1) for index in range(len(cell.turn_quantiles))],
             color=colors[cell.method],
             dashed=cell.method in _DASHED,
         )
         for cell in cells
-        if cell.concurrency == highest and cell.turn_quantiles
+        if cell.concurrency == highest and len(cell.turn_quantiles) > 1
     ]
     parts.append(
         charts.lines(

@@ -81,7 +81,9 @@ def verdict(cells: Sequence[CellSummary]) -> list[str]:
         ours, plain = here.get("agentspec"), here.get(_REFERENCE)
         if ours is None or plain is None:
             best = max(here.values(), key=lambda cell: cell.tok_s)
-            sentences.append(f"At {concurrency}: {best.method} was fastest with {best.tok_s:.0f} tok/s.")
+            sentences.append(
+                f"At {agents(concurrency)}: {best.method} was fastest with {best.tok_s:.0f} tok/s."
+            )
             continue
         rivals = [cell for name, cell in here.items() if not name.startswith(("agentspec", "plain"))]
         gain = ours.tok_s / plain.tok_s

@@ -1,0 +1,156 @@
+"""The whole replay on the real engine: every method emits the recording, and counts what it did."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from test_recordings import write
+
+from agentspec_runtime.bench.measure import ResultRow
+from agentspec_runtime.bench.methods import parse_method, split_methods
+from agentspec_runtime.bench.replay import ReplayPlan, load_rows, replay
+from agentspec_runtime.embedded import prepare_embedded_model
+from agentspec_runtime.errors import ConfigurationError
+
+CODE = "def total(values):\n    result = 0\n    for value in values:\n        result += value\n    return result\n"
+
+
+def recordings(tmp_path: Path) -> Path:
+    """Three agents that repeat code; the model that runs would never write this."""
+    runs = []
+    for number in range(3):
+        messages = [
+            {"role": "user", "content": f"Task {number}. Change this:\n{CODE}"},
+            {"role": "assistant", "content": f"Here it is, no {number}:\n{CODE}"},
+            {"role": "user", "content": "Once more."},
+            {"role": "assistant", "content": f"{CODE}\nThat is no {number} again."},
+        ]
+        runs.append({"id": f"run-{number}", "workload": "repeat", "messages": messages})
+    return write(tmp_path, *runs)
+
+
+def plan(tmp_path: Path, **changes: object) -> ReplayPlan:
+    settings: dict[str, object] = {
+        "files": (recordings(tmp_path),),
+        "model": "",
+        "out": tmp_path / "out",
+        "methods": ("plain",),
+        "concurrency": (1, 3),
+        "max_model_len": 1024,
+        "engine": {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 29, "dtype": "float32"},
+    }
+    return ReplayPlan(**{**settings, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_every_method_emits_the_recording_and_counts_the_same_tokens(tmp_path: Path) -> None:
+    model = str(prepare_embedded_model(lambda _text: None))
+    methods = ("plain", "suffix", "agentspec")
+    rows = replay(plan(tmp_path, model=model, methods=methods))
+    assert [(row.method, row.concurrency) for row in rows] == [(m, c) for m in methods for c in (1, 3)]
+    assert {row.mismatched for row in rows} == {0}
+    assert len({row.out_tokens for row in rows}) == 1
+    assert load_rows(tmp_path / "out" / "results.jsonl") == rows
+    found = {(row.method, row.concurrency): row for row in rows}
+    for row in rows:
+        _check_sums(row, tmp_path / "out")
+    assert found["plain", 1].tokens_per_step == 1.0
+    assert found["plain", 3].batch_histogram.get("3", 0) > 10
+    for method in ("suffix", "agentspec"):
+        assert found[method, 1].tokens_per_step > 2.0
+        assert found[method, 1].draft_ms_per_step > 0
+        assert found[method, 1].accepted > 0.5 * found[method, 1].out_tokens
+    ours = found["agentspec", 1]
+    for counts in (ours.by_block, ours.by_source):
+        assert sum(count.drafted for count in counts.values()) == ours.drafted
+        assert sum(count.accepted for count in counts.values()) == ours.accepted
+    _check_that_nothing_is_done_twice(tmp_path, model, methods)
+
+
+def _check_sums(row: ResultRow, out: Path) -> None:
+    assert (row.turns, row.trajectories) == (6, 3)
+    assert sum(int(size) * count for size, count in row.tokens_histogram.items()) == row.out_tokens
+    assert sum(row.tokens_histogram.values()) == row.steps
+    assert sum(int(size) * count for size, count in row.batch_histogram.items()) == row.steps
+    assert row.accepted + row.rejected == row.drafted
+    # A step whose draft held the end of the answer sampled no token of its own.
+    assert row.out_tokens <= row.steps + row.accepted <= row.out_tokens + row.turns
+    assert (out / "provenance.json").is_file()
+
+
+def _check_that_nothing_is_done_twice(tmp_path: Path, model: str, methods: tuple[str, ...]) -> None:
+    """The same command after a crash that cut off the last line: only that cell would run; here, none."""
+    results = tmp_path / "out" / "results.jsonl"
+    whole = results.read_text()
+    results.write_text(whole + '{"method": "cut')
+    assert replay(plan(tmp_path, model=model, methods=methods)) == []
+    assert results.read_text() == whole
+    limits = json.loads((tmp_path / "out" / "limits.json").read_text())
+    assert [limit["concurrency"] for limit in limits] == [1, 3]
+    assert all(1 < limit["o2"] <= limit["o3"] <= limit["lz"] for limit in limits)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"concurrency": (0,)}, "numbers from 1"),
+        ({"trajectories": (1, 2, 3)}, "one per concurrency"),
+        ({"methods": ("plain", "plain")}, "named twice"),
+        ({"files": ()}, "no recording given"),
+        ({"files": (Path("/none"),)}, "no such file"),
+        ({"methods": ("magic",)}, "unknown method 'magic'"),
+    ],
+)
+def test_plans_that_do_not_fit_are_refused_before_anything_starts(
+    tmp_path: Path, changes: dict[str, object], says: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        replay(plan(tmp_path, **changes))
+    assert not (tmp_path / "out").exists()
+
+
+def test_settings_of_a_method_reach_the_engine_arguments() -> None:
+    labels = split_methods(
+        "plain, ngram:num_speculative_tokens=10,prompt_lookup_min=3,suffix,agentspec:budget=fixed"
+    )
+    assert labels == [
+        "plain",
+        "ngram:num_speculative_tokens=10,prompt_lookup_min=3",
+        "suffix",
+        "agentspec:budget=fixed",
+    ]
+    ngram = parse_method(labels[1]).engine["speculative_config"]
+    assert ngram == {
+        "method": "ngram",
+        "num_speculative_tokens": 10,
+        "prompt_lookup_min": 3,
+        "prompt_lookup_max": 4,
+    }
+    assert parse_method("plain").engine == {}
+    assert parse_method("plain-sync").engine == {"async_scheduling": False}
+    ours = parse_method("agentspec-nobudget:num_speculative_tokens=8,min_survival=0.5", reuse=False)
+    assert ours.engine["speculative_config"]["num_speculative_tokens"] == 8  # type: ignore[index,call-overload]
+    assert ours.engine["additional_config"] == {
+        "agentspec": {"budget": "fixed", "min_survival": 0.5, "scope": "request", "telemetry": False}
+    }
+    assert not parse_method("agentspec-nohints").hints
+    suffix = parse_method("suffix", reuse=False).engine["speculative_config"]
+    assert suffix["suffix_decoding_max_cached_requests"] == 0  # type: ignore[index,call-overload]
+
+
+@pytest.mark.parametrize(
+    ("label", "says"),
+    [
+        ("plain:x=1", "has no settings"),
+        ("eagle3", "needs its head"),
+        ("ngram:oops", "needed key=value"),
+        ("agentspec:budget=never", "budget"),
+        ("agentspec:num_speculative_tokens=0", "above 0"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(label: str, says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        parse_method(label)

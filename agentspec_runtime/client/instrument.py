@@ -51,7 +51,7 @@ class Instrumentation:
         self.settings = settings
         self._before = before
 
-    def __enter__(self) -> Instrumentation:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -143,11 +143,11 @@ class Recorder:
     ) -> None:
         indices = tuple(self._index(run, message) for message in prompt)
         key = _identity(answer)
+        wait = 0.0 if run.last_end_s is None else max(0.0, times[0] - run.last_end_s)
+        run.last_end_s = times[1]
         if (indices, key) in run.replayed:
             return
         run.replayed.add((indices, key))
-        wait = 0.0 if run.last_end_s is None else max(0.0, times[0] - run.last_end_s)
-        run.last_end_s = times[1]
         target = self._append(run, answer)
         # The newest of equal answers is the one that later prompts mean.
         run.index_of[key] = target

@@ -276,6 +276,7 @@ def _mount(name: str, module: str, help_text: str) -> None:
 _mount(
     "bench", "agentspec_runtime.bench.cli", "Record, replay and compare; agentspec bench --help says more."
 )
+_mount("record", "agentspec_runtime.bench.record", "Record agent traffic in front of any server, for a replay.")
 _mount(
     "trace",
     "agentspec_runtime.telemetry.cli",

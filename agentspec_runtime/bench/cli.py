@@ -240,6 +240,58 @@ def calibrate(
 
 
 @app.command()
+def live(
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder of the results.")],
+    model: ModelOption = None,
+    methods: Annotated[
+        str, typer.Option(help="plain, plain-sync, ngram, suffix, agentspec; settings as in replay.")
+    ] = "plain,agentspec",
+    concurrency: Annotated[str, typer.Option(help="Agents at the same time.")] = "1,8",
+    rounds: Annotated[int, typer.Option(min=1, help="How often every task is run, with other seeds.")] = 2,
+    attempts: Annotated[int, typer.Option(min=1, help="Trials of an agent at its task.")] = 2,
+    temperature: Annotated[float, typer.Option(min=0, help="Of every call.")] = 0.7,
+    arrival: Annotated[str, typer.Option(help="closed, or poisson:RATE (agents per second).")] = "closed",
+    tasks: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Own Reflexion tasks, JSON Lines.")
+    ] = None,
+    coder: Annotated[bool, typer.Option(help="Also run the LangGraph coding agent.")] = True,
+    price_per_hour: Annotated[float | None, typer.Option(min=0, help="Price of the machine.")] = None,
+    seed: Annotated[int, typer.Option(help="Of answers and arrival times.")] = 0,
+    vllm_flag: Annotated[
+        list[str] | None, typer.Option(help="Passed to every server, e.g. --vllm-flag=--enforce-eager.")
+    ] = None,
+) -> None:
+    """Real agents at your concurrency: success by executed tests, and cost per solved task."""
+    from rich.console import Console
+
+    from agentspec_runtime.bench import tables
+    from agentspec_runtime.bench.live import LivePlan, load_tasks
+    from agentspec_runtime.bench.live import live as run
+    from agentspec_runtime.bench.methods import split_methods
+    from agentspec_runtime.demo.tasks import FUNCTION_TASKS
+    from agentspec_runtime.embedded import EMBEDDED_MODEL_NAME
+
+    console = Console()
+    plan = LivePlan(
+        out=out,
+        served=model or EMBEDDED_MODEL_NAME,
+        model=model,
+        methods=tuple(split_methods(methods)),
+        concurrency=tuple(int(size) for size in _names(concurrency)),
+        rounds=rounds,
+        attempts=attempts,
+        temperature=temperature,
+        rate_per_s=_rate(arrival),
+        seed=seed,
+        tasks=load_tasks(tasks) if tasks else FUNCTION_TASKS,
+        coder=coder and tasks is None,
+        vllm_flags=tuple(vllm_flag or ()),
+    )
+    console.print(tables.lived(run(plan, price_per_hour=price_per_hour, say=console.print)))
+    console.print(f"Results: {out / 'live.jsonl'}")
+
+
+@app.command()
 def report(
     folder: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Folder of a replay.")],
     price_per_hour: Annotated[

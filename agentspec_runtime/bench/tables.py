@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
@@ -10,7 +11,10 @@ from agentspec_runtime.bench.costs import GoodputRow
 from agentspec_runtime.bench.measure import ResultRow
 from agentspec_runtime.bench.simulate import WorkloadResult
 
-__all__ = ["goodput", "replayed", "simulated"]
+if TYPE_CHECKING:
+    from agentspec_runtime.bench.live import LiveRow
+
+__all__ = ["goodput", "lived", "replayed", "simulated"]
 
 
 def simulated(result: WorkloadResult) -> Table:
@@ -108,6 +112,32 @@ def replayed(rows: Sequence[ResultRow]) -> Table:
             f"{row.rejected_share:.2f}" if row.drafted else "-",
             f"{row.draft_ms_per_step:.2f}",
             str(row.mismatched),
+        )
+    return table
+
+
+def lived(rows: Sequence[LiveRow]) -> Table:
+    """One line per cell of a live run."""
+    table = Table(title="Live", title_justify="left")
+    for heading in ("method", "c"):
+        table.add_column(heading)
+    headings = ("tasks", "solved", "failed", "tasks/h", "tok/s", "task P50 s", "task P95 s", "rejected")
+    for heading in (*headings, "cost/task", "cost/solved"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(
+            row.method,
+            str(row.concurrency),
+            str(row.tasks),
+            str(row.solved),
+            str(row.failed),
+            f"{row.tasks_per_hour:.0f}",
+            f"{row.tok_s:.1f}",
+            _number(row.task_p50, 2),
+            _number(row.task_p95, 2),
+            f"{row.rejected_share:.2f}" if row.drafted else "-",
+            _number(row.cost_per_task, 5),
+            _number(row.cost_per_solved, 5),
         )
     return table
 

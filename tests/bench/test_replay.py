@@ -14,7 +14,10 @@ from agentspec_runtime.bench.replay import ReplayPlan, load_rows, replay
 from agentspec_runtime.embedded import prepare_embedded_model
 from agentspec_runtime.errors import ConfigurationError
 
-CODE = "def total(values):\n    result = 0\n    for value in values:\n        result += value\n    return result\n"
+CODE = (
+    "def total(values):\n    result = 0\n    for value in values:\n        result += value\n"
+    "    return result\n"
+)
 
 
 def recordings(tmp_path: Path) -> Path:

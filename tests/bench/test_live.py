@@ -1,0 +1,122 @@
+"""Live runs: the pool, the figures, and agents against a scripted server."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from agentspec_runtime.bench.live import (
+    LivePlan,
+    TaskOutcome,
+    _command,
+    _jobs,
+    load_tasks,
+    run_jobs,
+    summarise_live,
+)
+from agentspec_runtime.client.instrument import instrument
+from agentspec_runtime.errors import ConfigurationError
+from agentspec_runtime.testing import MockVLLM, RecordedRequest, Reply
+
+openai = pytest.importorskip("openai")
+
+
+def outcome(solved: bool, seconds: float, **changes: object) -> TaskOutcome:
+    values: dict[str, object] = {"calls": 2, "tokens": 50, "drafted": 40, "accepted": 30, **changes}
+    return TaskOutcome(agent="a", task="t", solved=solved, attempts=1, seconds=seconds, **values)  # type: ignore[arg-type]
+
+
+def test_the_cost_of_the_wall_time_is_shared_by_the_solved_tasks() -> None:
+    outcomes = [outcome(True, 1.0), outcome(False, 3.0), outcome(True, 2.0), outcome(False, 4.0, failed="x")]
+    row = summarise_live("m", 2, "closed loop", outcomes, 36.0, 10.0)
+    assert (row.tasks, row.solved, row.failed) == (4, 2, 1)
+    assert row.cost_per_task == pytest.approx(0.025)
+    assert row.cost_per_solved == pytest.approx(0.05)
+    assert (row.tasks_per_hour, row.task_p50) == (400.0, 2.5)
+    assert (row.drafted, row.accepted, row.rejected_share) == (160, 120, 0.25)
+    nothing = summarise_live("m", 2, "closed loop", [outcome(False, 1.0)], 36.0, 10.0)
+    assert nothing.cost_per_solved is None
+
+
+def test_no_more_jobs_run_at_a_time_than_asked_for_and_all_are_done() -> None:
+    lock, running, most = threading.Lock(), [0], [0]
+
+    def job(due_s: float) -> TaskOutcome:
+        with lock:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+        time.sleep(0.02)
+        with lock:
+            running[0] -= 1
+        return outcome(True, time.perf_counter() - due_s)
+
+    outcomes, wall_s = run_jobs([job] * 12, 3)
+    assert (len(outcomes), most[0]) == (12, 3)
+    assert wall_s >= 4 * 0.02
+
+
+def test_an_open_loop_counts_the_wait_for_a_slot() -> None:
+    def job(due_s: float) -> TaskOutcome:
+        time.sleep(0.05)
+        return outcome(True, time.perf_counter() - due_s)
+
+    outcomes, _ = run_jobs([job] * 6, 1, rate_per_s=1000.0)
+    assert max(one.seconds for one in outcomes) > 0.2
+
+
+def test_reflexion_agents_on_a_server_are_judged_by_their_tests(tmp_path: Path) -> None:
+    """The first answer is wrong, the second right: solved in two attempts, three calls, one session."""
+    tasks = tmp_path / "tasks.jsonl"
+    stub = 'def inc(n):\n    """Return n + 1."""\n'
+    task = {"name": "inc", "stub": stub, "visible": [["inc(1)", "2"]], "hidden": [["inc(-1)", "0"]]}
+    tasks.write_text(json.dumps(task) + "\n\n")
+
+    def answer(request: RecordedRequest) -> Reply:
+        told = json.dumps(request.body["messages"])
+        if "review a Python function" in told:
+            return Reply("add one")
+        return Reply(f"```python\ndef inc(n):\n    return n{' + 1' if 'Note: add one' in told else ''}\n```")
+
+    plan = LivePlan(out=tmp_path, served="mock-model", tasks=load_tasks(tasks), coder=False, rounds=2)
+    with MockVLLM(answer) as server, instrument(servers="always"):
+        client = openai.OpenAI(base_url=server.url, api_key="unused")
+        outcomes, _ = run_jobs(list(_jobs(plan, "cell", server.url, client)), 2)
+        hints = [request.hint for request in server.requests]
+    assert [(one.solved, one.attempts, one.calls, one.failed) for one in outcomes] == [(True, 2, 3, "")] * 2
+    assert all(one.tokens > 0 for one in outcomes)
+    assert {hint.session for hint in hints if hint} == {"cell-inc-0", "cell-inc-1"}
+
+
+def test_an_agent_that_fails_is_counted_and_the_others_go_on(tmp_path: Path) -> None:
+    plan = LivePlan(out=tmp_path, served="mock-model", coder=False, rounds=1)
+    with MockVLLM([Reply(status=400, error="no such luck")]) as server:
+        client = openai.OpenAI(base_url=server.url, api_key="unused", max_retries=0)
+        outcomes, _ = run_jobs(list(_jobs(plan, "cell", server.url, client)), 4)
+    assert len(outcomes) == len(plan.tasks)
+    assert all("BadRequestError" in one.failed and not one.solved for one in outcomes)
+
+
+def test_a_method_becomes_the_flags_of_its_server(tmp_path: Path) -> None:
+    plan = LivePlan(out=tmp_path, served="m", vllm_flags=("--enforce-eager",))
+    ours, sync, ngram = (
+        _command(plan, label).arguments()
+        for label in ("agentspec", "plain-sync", "ngram:num_speculative_tokens=7")
+    )
+    assert "--plain" not in ours
+    assert {"--plain", "--no-async-scheduling", "--enforce-eager"} <= set(sync)
+    place = ngram.index("--speculative-config.num_speculative_tokens")
+    assert ngram[place + 1] == "7"
+    assert not any("otlp" in word for word in ours + sync + ngram)
+    with pytest.raises(ConfigurationError, match="no live form"):
+        _command(plan, "agentspec-nohints")
+
+
+def test_a_task_file_with_a_fault_names_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text('{"name": "a", "stub": "s", "visible": [], "hidden": []}\n{"name": "b"}\n')
+    with pytest.raises(ConfigurationError, match="line 2 is no task"):
+        load_tasks(path)

@@ -32,6 +32,7 @@ __all__ = [
     "Value",
     "attribute_value",
     "clean",
+    "markdown_table",
 ]
 
 Scalar: TypeAlias = bool | int | float | str
@@ -65,20 +66,22 @@ def _define(name: str, kind: str, spans: str, meaning: str) -> str:
 
 # -- identity ------------------------------------------------------------------------------------------
 REQUEST_ID = _define("agentspec.request_id", "string", "request", "Id of the sequence in the engine.")
-SESSION = _define("agentspec.session", "string", "request chat", "Session of the hint: one agent run.")
+SESSION = _define(
+    "agentspec.session", "string", "request chat invoke_agent", "Session of the hint: one agent run."
+)
 AGENT = _define("agentspec.agent", "string", "request chat", "Agent that made the call, from the hint.")
 TURN = _define("agentspec.turn", "int", "request chat", "Number of this model call in its session, from 0.")
 MODEL = _define("gen_ai.request.model", "string", "request chat", "Model that was asked for.")
 
 # -- one request in the engine -------------------------------------------------------------------------
-PROMPT_TOKENS = _define("agentspec.prompt_tokens", "int", "request", "Prompt tokens.")
+PROMPT_TOKENS = _define("agentspec.prompt_tokens", "int", "request prefill chat", "Prompt tokens.")
 CACHED_TOKENS = _define(
-    "agentspec.cached_tokens", "int", "request", "Prompt tokens found in the prefix cache."
+    "agentspec.cached_tokens", "int", "request prefill chat", "Prompt tokens found in the prefix cache."
 )
 OUTPUT_TOKENS = _define(
     "agentspec.output_tokens",
     "int",
-    "request block",
+    "request block chat",
     "Output tokens after stop handling; exact over the blocks.",
 )
 PREEMPTIONS = _define("agentspec.preemptions", "int", "request", "Times the request was put back to waiting.")
@@ -192,6 +195,15 @@ STEP_P95 = _define(
 )
 
 ATTRIBUTES: Final[tuple[Attribute, ...]] = tuple(_TABLE)
+
+
+def markdown_table() -> str:
+    """The table as `docs/tracing.md` shows it."""
+    rows = ["| attribute | type | on | meaning |", "| --- | --- | --- | --- |"]
+    rows += [
+        f"| `{each.name}` | {each.type} | {', '.join(each.spans)} | {each.meaning} |" for each in ATTRIBUTES
+    ]
+    return "\n".join(rows)
 
 
 def attribute_value(value: object) -> Value | None:

@@ -80,7 +80,7 @@ def start_block(state: Int32Array, kind: int) -> None:
 
 
 @njit(cache=True, inline="always")
-def _fence(state, byte):  # type: ignore[no-untyped-def]
+def _fence(state, byte):
     """Follow backticks at the start of a line; returns the block kind after this byte."""
     kind = state[_KIND]
     ticks = state[_TICKS]
@@ -110,7 +110,7 @@ def _fence(state, byte):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True)
-def advance_block(state, text, start, end):  # type: ignore[no-untyped-def]
+def advance_block(state, text, start, end):
     """Feed the bytes `text[start:end]` of one token to the automaton."""
     for i in range(start, end):
         byte = text[i]

@@ -280,7 +280,6 @@ class Drafter:
                 m = len(lines)
                 out = (ids[:m].copy(), survival[:m].copy(), sources[:m].copy(), lengths[:m].copy())
             self._walk(rows, limits, np.ascontiguousarray(prices), out)
-            self._rows.last_draft[rows] = out[0]
             if len(lines) < n:
                 ids[lines], survival[lines], sources[lines], lengths[lines] = out
         return BatchDraft(ids[:, :k], survival[:, :k], sources[:, :k], lengths)
@@ -341,27 +340,16 @@ class Drafter:
         prices: npt.NDArray[np.float64],
         out: tuple[Int32Array, npt.NDArray[np.float32], npt.NDArray[np.int8], Int64Array],
     ) -> None:
-        slab, models = self.memory.slab, self.models
         draft_rows(
             self._rows.fields,
             rows,
             caps,
             prices,
             self.config.candidates_per_source,
-            slab.tokens,
-            slab.links,
-            slab.heads,
-            models.rates,
-            models.counts,
-            models.weights,
+            self.memory.slab.text,
+            self.models.arrays,
             self.vocabulary.classes,
-            self._rows.slot_key,
-            self._rows.slot_input,
-            self._rows.slot_p,
-            self._rows.slot_selector,
-            self._rows.slot_token,
-            self._rows.slot_ranks,
-            self._rows.num_slots,
+            self._rows.slots,
             *out,
         )
 
@@ -373,30 +361,16 @@ class Drafter:
         kinds: npt.NDArray[np.int8],
         blocks: Int32Array,
     ) -> None:
-        slab, models = self.memory.slab, self.models
         observe_rows(
             self._rows.fields,
             rows,
             tokens,
             offsets,
-            slab.tokens,
-            slab.links,
-            slab.heads,
-            models.rates,
-            models.counts,
-            models.weights,
-            self.vocabulary.classes,
-            self._rows.slot_key,
-            self._rows.slot_input,
-            self._rows.slot_p,
-            self._rows.slot_selector,
-            self._rows.slot_token,
-            self._rows.slot_ranks,
-            self._rows.num_slots,
-            self._rows.last_draft,
+            self.memory.slab.text,
+            self.models.arrays,
+            self.vocabulary.arrays,
+            self._rows.slots,
             self._learning,
-            self.vocabulary.text,
-            self.vocabulary.offsets,
             self._rows.block_state,
             kinds,
             blocks,
@@ -462,7 +436,7 @@ class Drafter:
             if end == request.prompt_len:
                 request.prompt = ()
         upto = min(length, indexed + budget)
-        insert_positions(slab.tokens, slab.links, slab.heads, base, size, indexed, upto)
+        insert_positions(slab.text, base, size, indexed, upto)
         fields[Field.INDEXED] = upto
         return max(upto - indexed, 1)
 
@@ -471,7 +445,7 @@ class Drafter:
         if not self._make_room(req_id, request, tokens.size):
             return
         kinds, blocks = np.zeros(tokens.size, np.int8), np.zeros(tokens.size, np.int32)
-        self._rows.num_slots[request.row] = 0
+        self._rows.slots.num[request.row] = 0
         self._take_verdicts(
             np.array([request.row]), tokens, np.array([0, tokens.size], np.int64), kinds, blocks
         )

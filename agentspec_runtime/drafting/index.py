@@ -27,7 +27,7 @@ _NUM_ORDERS = len(ORDERS)
 
 
 @njit(cache=True, inline="always")
-def _bucket(tokens, end, order, mask):  # type: ignore[no-untyped-def]
+def _bucket(tokens, end, order, mask):
     x = uint32(2166136261)
     for i in range(order):
         x = uint32((x ^ uint32(tokens[end - 1 - i])) * uint32(16777619))
@@ -37,8 +37,9 @@ def _bucket(tokens, end, order, mask):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True)
-def insert_positions(tokens, links, heads, base, size, start, end):  # type: ignore[no-untyped-def]
+def insert_positions(text, base, size, start, end):
     """Index positions [start, end) of the extent: each as the continuation of the tokens before it."""
+    tokens, links, heads = text
     mask = size - 1
     for p in range(start, end):
         for k in range(_NUM_ORDERS):
@@ -50,15 +51,14 @@ def insert_positions(tokens, links, heads, base, size, start, end):  # type: ign
 
 
 @njit(cache=True)
-def find_candidates(  # type: ignore[no-untyped-def]
-    tokens, links, heads, own_base, own_len, base, size, length, limit, arena, pos, match, where, count
-):
+def find_candidates(text, own_base, own_len, base, size, length, limit, arena, pos, match, where, count):
     """Occurrences of the last tokens of the own extent in another extent (or in itself).
 
     Fills `pos` (position of the continuation), `match` (length of the common context, at most
     `MAX_MATCH`) and `where` (= `arena`) from `count` on, newest first, at most `limit` of them, all
     found by the longest context order that occurs. Returns the new count.
     """
+    tokens, links, heads = text
     first = count
     mask = size - 1
     for k in range(_NUM_ORDERS):

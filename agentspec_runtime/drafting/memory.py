@@ -147,8 +147,7 @@ class DraftMemory:
             log, owner = self._to_index[0]
             end = min(log.length, log.indexed + budget - done)
             if end > log.indexed:
-                slab = self.slab
-                insert_positions(slab.tokens, slab.links, slab.heads, log.base, log.size, log.indexed, end)
+                insert_positions(self.slab.text, log.base, log.size, log.indexed, end)
                 done += end - log.indexed
                 log.indexed = end
                 changed.append(owner)

@@ -11,10 +11,11 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from agentspec_runtime.drafting.arrays import RANKS, SlotArrays
 from agentspec_runtime.drafting.blocks import STATE_SIZE
-from agentspec_runtime.drafting.draft import Float32Array, Int32Array, Int64Array
+from agentspec_runtime.drafting.draft import Int32Array, Int64Array
 from agentspec_runtime.drafting.survival import NUM_KEYS
-from agentspec_runtime.drafting.walk import NUM_FIELDS, RANKS
+from agentspec_runtime.drafting.walk import NUM_FIELDS
 
 __all__ = ["Rows"]
 
@@ -22,14 +23,7 @@ _T = TypeVar("_T", bound=np.generic)
 
 
 class Rows:
-    """N rows. With S = (K + 1) * RANKS scored candidates per draft of at most K tokens:
-
-    `fields` int64[N, NUM_FIELDS] (`walk.Field`); `block_state` int32[N, STATE_SIZE];
-    `slot_key` int64[N, S, NUM_KEYS], `slot_input` float32[N, S, NUM_KEYS], `slot_p` float32[N, S],
-    `slot_selector` and `slot_token` int64[N, S]: what the verdict is learned from;
-    `slot_ranks` int64[N, K + 1]: candidates scored per depth; `num_slots` int64[N]: depths scored;
-    `last_draft` int32[N, K + 1].
-    """
+    """`fields` int64[N, NUM_FIELDS] (`walk.Field`), `block_state` int32[N, STATE_SIZE], `slots`."""
 
     def __init__(self, num_rows: int, max_draft: int) -> None:
         k = max_draft + 1
@@ -37,14 +31,18 @@ class Rows:
         self.num = num_rows
         self.fields: Int64Array = np.zeros((num_rows, NUM_FIELDS), np.int64)
         self.block_state: Int32Array = np.zeros((num_rows, STATE_SIZE), np.int32)
-        self.slot_key: Int64Array = np.zeros((num_rows, s, NUM_KEYS), np.int64)
-        self.slot_input: Float32Array = np.zeros((num_rows, s, NUM_KEYS), np.float32)
-        self.slot_p: Float32Array = np.zeros((num_rows, s), np.float32)
-        self.slot_selector: Int64Array = np.zeros((num_rows, s), np.int64)
-        self.slot_token: Int64Array = np.zeros((num_rows, s), np.int64)
-        self.slot_ranks: Int64Array = np.zeros((num_rows, k), np.int64)
-        self.num_slots: Int64Array = np.zeros(num_rows, np.int64)
-        self.last_draft: Int32Array = np.zeros((num_rows, k), np.int32)
+        self.slots = SlotArrays(
+            key=np.zeros((num_rows, s, NUM_KEYS), np.int64),
+            input=np.zeros((num_rows, s, NUM_KEYS), np.float32),
+            p=np.zeros((num_rows, s), np.float32),
+            selector=np.zeros((num_rows, s), np.int64),
+            token=np.zeros((num_rows, s), np.int64),
+            ranks=np.zeros((num_rows, k), np.int64),
+            cell=np.zeros((num_rows, k), np.int64),
+            raw=np.zeros((num_rows, k), np.float32),
+            draft=np.zeros((num_rows, k), np.int32),
+            num=np.zeros(num_rows, np.int64),
+        )
         self._free = list(range(num_rows - 1, -1, -1))
 
     def take(self) -> int:
@@ -53,7 +51,7 @@ class Rows:
             self._double()
         row = self._free.pop()
         self.fields[row] = 0
-        self.num_slots[row] = 0
+        self.slots.num[row] = 0
         return row
 
     def give_back(self, row: int) -> None:
@@ -66,14 +64,7 @@ class Rows:
         self.num = 2 * old
         self.fields = _doubled(self.fields)
         self.block_state = _doubled(self.block_state)
-        self.slot_key = _doubled(self.slot_key)
-        self.slot_input = _doubled(self.slot_input)
-        self.slot_p = _doubled(self.slot_p)
-        self.slot_selector = _doubled(self.slot_selector)
-        self.slot_token = _doubled(self.slot_token)
-        self.slot_ranks = _doubled(self.slot_ranks)
-        self.num_slots = _doubled(self.num_slots)
-        self.last_draft = _doubled(self.last_draft)
+        self.slots = SlotArrays._make(_doubled(part) for part in self.slots)
         self._free.extend(range(self.num - 1, old - 1, -1))
 
 

@@ -12,6 +12,7 @@ from typing import Final
 
 import numpy as np
 
+from agentspec_runtime.drafting.arrays import TextArrays
 from agentspec_runtime.drafting.draft import Int32Array
 
 __all__ = ["BYTES_PER_TOKEN", "MIN_EXTENT", "ORDERS", "Slab"]
@@ -39,6 +40,7 @@ class Slab:
         self.tokens: Int32Array = np.zeros(slots, np.int32)
         self.links: Int32Array = np.zeros((len(ORDERS), slots), np.int32)
         self.heads: Int32Array = np.zeros((len(ORDERS), slots), np.int32)
+        self.text = TextArrays(self.tokens, self.links, self.heads)
         self._free: dict[int, set[int]] = {slots: {0}}
         self._used = 0
 

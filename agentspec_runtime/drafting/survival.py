@@ -10,7 +10,10 @@ It is learned online from verdicts, and not only from drafted tokens: the token 
 samples after a draft is a free label for the slot behind the draft ("shadow" slot), so the estimates
 stay alive, and uncensored at depth one, while nothing is drafted.
 
-The survival of a slot is the product of the probabilities up to it. A retrieved draft is a function of
+The survival of a slot is the product of the probabilities up to it, put right by what such products
+have turned out to be worth (adaptive calibration, PAQ's "APM"): choosing the more probable of two
+tokens flatters the chosen one, and errors along a draft are correlated. Unlike acceptance, survival is
+observed for every drafted slot, since behind a miss nothing survives. A retrieved draft is a function of
 the prefix alone, so cutting it by these numbers does not bias sampling (docs/adr/0003).
 """
 
@@ -24,14 +27,35 @@ import numpy as np
 import numpy.typing as npt
 from numba import int64, njit, uint32
 
+from agentspec_runtime.drafting.arrays import ModelArrays
 from agentspec_runtime.drafting.draft import Float32Array
 
-__all__ = ["NUM_KEYS", "NUM_SELECTORS", "TABLE_SIZE", "SurvivalModels", "learn", "mix", "slot_keys"]
+__all__ = [
+    "NUM_CELLS",
+    "NUM_KEYS",
+    "NUM_SELECTORS",
+    "TABLE_SIZE",
+    "SurvivalModels",
+    "calibrate",
+    "depth_bucket",
+    "learn",
+    "learn_calibration",
+    "mix",
+    "slot_keys",
+]
 
 NUM_KEYS: Final = 7
 TABLE_SIZE: Final = 1 << 16
 NUM_SELECTORS: Final = 7 * 2 * 2 * 2
 """Weight sets: by depth bucket, source (request or corpus), rank of the token, greedy or sampled."""
+
+NUM_CELLS: Final = 7 * 2
+"""Calibration curves: by depth bucket and source."""
+_POINTS: Final = 21
+"""Support points of a calibration curve, evenly spaced in logits over [-5, 5]."""
+_LOGIT_RANGE: Final = 5.0
+_CALIBRATION_START: Final = 24.0
+"""Pseudo-observations that the identity counts for at each point."""
 
 _COUNT_LIMIT: Final = 255.0
 """A rate forgets with a horizon of 255 observations: long enough for 2 % noise, short enough to follow
@@ -54,7 +78,8 @@ class SurvivalModels:
     """Rates, counts and mixer weights of all namespaces in flat arrays, indexed by model number.
 
     `rates` float32[N, NUM_KEYS, TABLE_SIZE]; `counts` likewise; `weights`
-    float32[N, NUM_SELECTORS, NUM_KEYS + 1], the last one being the bias. Pages are touched as used.
+    float32[N, NUM_SELECTORS, NUM_KEYS + 1], the last one being the bias; `curves`
+    float32[N, NUM_CELLS, 2, points], survival rates and their counts. Pages are touched as used.
     """
 
     def __init__(self, num_models: int, *, use_prior: bool = True) -> None:
@@ -62,14 +87,17 @@ class SurvivalModels:
         self.rates: Float32Array = np.zeros((num_models, NUM_KEYS, TABLE_SIZE), np.float32)
         self.counts: Float32Array = np.zeros((num_models, NUM_KEYS, TABLE_SIZE), np.float32)
         self.weights: Float32Array = np.zeros((num_models, NUM_SELECTORS, NUM_KEYS + 1), np.float32)
+        self.curves: Float32Array = np.zeros((num_models, NUM_CELLS, 2, _POINTS), np.float32)
         self._prior = _load_prior(_SHIPPED_PRIOR) if use_prior else None
         for model in range(num_models):
             self._reset_weights(model)
 
+        self.arrays = ModelArrays(self.rates, self.counts, self.weights, self.curves)
+
     @property
     def bytes_per_model(self) -> int:
         """Bytes of one namespace's model when all of it has been touched."""
-        return int(self.rates[0].nbytes + self.counts[0].nbytes + self.weights[0].nbytes)
+        return sum(int(part[0].nbytes) for part in self.arrays)
 
     def reset(self, model: int) -> None:
         """Forget everything that was learned in this namespace; start from the shipped prior."""
@@ -81,7 +109,11 @@ class SurvivalModels:
     def _reset_weights(self, model: int) -> None:
         if self._prior is not None:
             self.weights[model] = self._prior["weights"]
+            self.curves[model] = self._prior["curves"]
         else:
+            logits = np.linspace(-_LOGIT_RANGE, _LOGIT_RANGE, _POINTS)
+            self.curves[model, :, 0] = 1.0 / (1.0 + np.exp(-logits))
+            self.curves[model, :, 1] = _CALIBRATION_START
             self.weights[model] = _FIRST_WEIGHT
             self.weights[model, :, NUM_KEYS] = 0.0
 
@@ -105,6 +137,7 @@ class SurvivalModels:
             rates=self.rates[model, keys[:, 0], keys[:, 1]].astype(np.float16),
             counts=counts.astype(np.uint8),
             weights=self.weights[model].astype(np.float16),
+            curves=np.minimum(self.curves[model], _CALIBRATION_START).astype(np.float16),
         )
 
 
@@ -112,13 +145,11 @@ def _load_prior(path: Path) -> dict[str, npt.NDArray[np.float32]] | None:
     if not path.exists():
         return None
     with np.load(path, allow_pickle=False) as data:
-        prior = {name: data[name] for name in ("keys", "rates", "counts", "weights")}
-    fits = prior["weights"].shape == (NUM_SELECTORS, NUM_KEYS + 1)
-    return prior if fits else None
+        return {name: data[name] for name in ("keys", "rates", "counts", "weights", "curves")}
 
 
 @njit(cache=True, inline="always")
-def _hash_key(x):  # type: ignore[no-untyped-def]
+def _hash_key(x):
     y = uint32(x ^ (x >> 32))
     y = uint32((y ^ (y >> uint32(16))) * uint32(0x7FEB352D))
     y = uint32((y ^ (y >> uint32(15))) * uint32(0x846CA68B))
@@ -126,7 +157,7 @@ def _hash_key(x):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, inline="always")
-def _match_bucket(m):  # type: ignore[no-untyped-def]
+def _match_bucket(m):
     if m <= 4:
         return m
     if m <= 6:
@@ -143,7 +174,7 @@ def _match_bucket(m):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, inline="always")
-def _log_bucket(n):  # type: ignore[no-untyped-def]
+def _log_bucket(n):
     """0, 1, 2, 3, 4-7, 8-15, 16-31, 32-63, 64 and more."""
     if n < 4:
         return n
@@ -158,8 +189,14 @@ def _log_bucket(n):  # type: ignore[no-untyped-def]
     return 8
 
 
+@njit(cache=True, inline="always")
+def depth_bucket(d):
+    """Positions 0, 1, 2, 3, 4-7, 8-15 and beyond."""
+    return min(_log_bucket(d), 6)
+
+
 @njit(cache=True)
-def slot_keys(  # type: ignore[no-untyped-def]
+def slot_keys(
     keys, x, token, prev, prev2, match, rival, share, agreeing, source, depth, run, kind, sampled, classes
 ):
     """Write the table keys of one candidate token into `keys[x]`.
@@ -173,7 +210,7 @@ def slot_keys(  # type: ignore[no-untyped-def]
     m = int64(_match_bucket(match))
     votes = int64(8) if share > 0.9999 else int64(share * 7.999)
     many = int64(min(_log_bucket(agreeing), 6))
-    far = int64(min(_log_bucket(depth), 6))
+    far = int64(depth_bucket(depth))
     coarse = int64(0 if match <= 2 else (1 if match < 8 else (2 if match < 24 else 3)))
     clear = int64(1 if share > 0.99 else 0)
     most = int64(1 if share > 0.9 else 0)
@@ -196,7 +233,7 @@ def slot_keys(  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True)
-def mix(keys, inputs, x, selector, rates, counts, weights):  # type: ignore[no-untyped-def]
+def mix(keys, inputs, x, selector, rates, counts, weights):
     """Probability that the candidate described by `keys[x]` is accepted; its inputs go to `inputs[x]`."""
     z = weights[selector, NUM_KEYS]
     for k in range(NUM_KEYS):
@@ -211,7 +248,7 @@ def mix(keys, inputs, x, selector, rates, counts, weights):  # type: ignore[no-u
 
 
 @njit(cache=True)
-def learn(keys, inputs, x, selector, predicted, hit, rates, counts, weights):  # type: ignore[no-untyped-def]
+def learn(keys, inputs, x, selector, predicted, hit, rates, counts, weights):
     """Take in one labelled candidate: was it the token that came?"""
     y = 1.0 if hit else 0.0
     error = y - predicted
@@ -225,3 +262,34 @@ def learn(keys, inputs, x, selector, predicted, hit, rates, counts, weights):  #
             counts[k, key] = c + 1.0
     b = weights[selector, NUM_KEYS] + _BIAS_RATE * error
     weights[selector, NUM_KEYS] = min(max(b, -_MAX_WEIGHT), _MAX_WEIGHT)
+
+
+@njit(cache=True, inline="always")
+def _place(raw):
+    """Support point below a raw survival, and how far it is to the next one, 0..1."""
+    p = min(max(raw, 1e-6), 1.0 - 1e-6)
+    z = math.log(p / (1.0 - p))
+    z = min(max(z, -_LOGIT_RANGE), _LOGIT_RANGE)
+    at = (z + _LOGIT_RANGE) * ((_POINTS - 1) / (2.0 * _LOGIT_RANGE))
+    i = min(int64(at), _POINTS - 2)
+    return i, at - i
+
+
+@njit(cache=True)
+def calibrate(curve, raw):
+    """What a product of probabilities `raw` has turned out to be worth. `curve` float32[2, points]."""
+    i, far = _place(raw)
+    return curve[0, i] * (1.0 - far) + curve[0, i + 1] * far
+
+
+@njit(cache=True)
+def learn_calibration(curve, raw, survived):
+    """Take in whether a slot with this product survived."""
+    i, far = _place(raw)
+    y = 1.0 if survived else 0.0
+    for j in range(2):
+        part = far if j == 1 else 1.0 - far
+        n = curve[1, i + j]
+        curve[0, i + j] += part * (y - curve[0, i + j]) / (n + 1.0)
+        if n < 4.0 * _COUNT_LIMIT:
+            curve[1, i + j] = n + part

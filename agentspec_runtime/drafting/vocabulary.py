@@ -12,6 +12,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from agentspec_runtime.drafting.arrays import VocabularyArrays
 from agentspec_runtime.drafting.draft import Int64Array
 
 __all__ = ["NUM_CLASSES", "TokenTable"]
@@ -34,6 +35,7 @@ class TokenTable:
         self.text: npt.NDArray[np.uint8] = np.frombuffer(b"".join(tokens) or b"\0", np.uint8).copy()
         self.classes: Int64Array = np.fromiter((_token_class(t) for t in tokens), np.int64, len(tokens))
         self.classes[[s for s in special if 0 <= s < len(tokens)]] = 0
+        self.arrays = VocabularyArrays(self.classes, self.text, self.offsets)
 
     @classmethod
     def opaque(cls, vocab_size: int) -> TokenTable:

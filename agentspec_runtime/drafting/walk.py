@@ -20,18 +20,28 @@ from typing import Final
 import numpy as np
 from numba import njit
 
+from agentspec_runtime.drafting.arrays import RANKS
 from agentspec_runtime.drafting.blocks import advance_block
 from agentspec_runtime.drafting.index import find_candidates, insert_positions
-from agentspec_runtime.drafting.survival import NUM_KEYS, learn, mix, slot_keys
+from agentspec_runtime.drafting.survival import (
+    calibrate,
+    depth_bucket,
+    learn,
+    learn_calibration,
+    mix,
+    slot_keys,
+)
 
-__all__ = ["NUM_FIELDS", "RANKS", "Field", "draft_rows", "observe_rows"]
+__all__ = ["NUM_FIELDS", "Field", "draft_rows", "observe_rows"]
 
-RANKS: Final = 2
-"""Best-voted tokens that are scored per depth. A third one brought nothing measurable."""
 _MIN_SHARE: Final = 0.02
+"""A second token with less than 2 % of the votes is not worth scoring."""
 _DISTINCT: Final = 12
 """Distinct continuations told apart per depth; more than that is noise."""
-_NUM_KEYS = NUM_KEYS
+
+_OWN: Final = 0
+_SESSION: Final = 1
+_CORPUS: Final = 2
 
 
 class Field(IntEnum):
@@ -56,7 +66,7 @@ class Field(IntEnum):
     BLOCK = 16
 
 
-NUM_FIELDS: Final = 17
+NUM_FIELDS: Final = len(Field)
 _BASE = int(Field.BASE)
 _SIZE = int(Field.SIZE)
 _LENGTH = int(Field.LENGTH)
@@ -77,355 +87,278 @@ _BLOCK = int(Field.BLOCK)
 
 
 @njit(cache=True)
-def _token_at(tokens, row, where, p, d, drafted):  # type: ignore[no-untyped-def]
-    """Token that the occurrence at `p` proposes for depth `d`, or -1 where its text ends.
-
-    An occurrence in the request's own text may run into the draft itself: that is how periodic text
-    continues (LZ77's overlapping copy).
-    """
-    q = p + d
-    if where == 0:
-        length = row[_LENGTH]
-        if q < length:
-            return tokens[row[_BASE] + q]
-        return drafted[q - length] if q - length < d else -1
-    if where == 1:
-        return tokens[row[_SESSION_BASE] + q] if q < row[_SESSION_LENGTH] else -1
-    return tokens[row[_CORPUS_BASE] + q] if q < row[_CORPUS_LENGTH] else -1
-
-
-@njit(cache=True)
-def _vote(proposals, alive, num, match, ids, weight, count, longest, first):  # type: ignore[no-untyped-def]
-    """Tally proposals. Fills the per-token columns and returns (distinct tokens, total weight)."""
-    top = 0
-    for j in range(num):
-        top = max(top, match[alive[j]])
-    distinct = 0
-    total = 0.0
-    for j in range(num):
-        i = alive[j]
-        t = proposals[j]
-        r = match[i] / top
-        r *= r
-        r *= r
-        r *= r
-        total += r
-        u = 0
-        while u < distinct and ids[u] != t:
-            u += 1
-        if u == distinct:
-            if distinct == _DISTINCT:
-                continue
-            ids[u] = t
-            weight[u] = 0.0
-            count[u] = 0
-            longest[u] = 0
-            distinct += 1
-        weight[u] += r
-        count[u] += 1
-        if match[i] > longest[u]:
-            longest[u] = match[i]
-            first[u] = i
-    return distinct, total
-
-
-@njit(cache=True)
-def _gather(tokens, links, heads, row, limit, pos, match, where):  # type: ignore[no-untyped-def]
-    base = row[_BASE]
-    length = row[_LENGTH]
-    size = row[_SIZE]
-    n = 0
-    if row[_INDEXED] > 0:
-        n = find_candidates(
-            tokens, links, heads, base, length, base, size, length, limit, 0, pos, match, where, n
-        )
-    if row[_SESSION_LENGTH] > 0:
-        n = find_candidates(
-            tokens,
-            links,
-            heads,
-            base,
-            length,
-            row[_SESSION_BASE],
-            row[_SESSION_SIZE],
-            row[_SESSION_LENGTH],
-            limit,
-            1,
-            pos,
-            match,
-            where,
-            n,
-        )
-    if row[_CORPUS_LENGTH] > 0:
-        n = find_candidates(
-            tokens,
-            links,
-            heads,
-            base,
-            length,
-            row[_CORPUS_BASE],
-            row[_CORPUS_SIZE],
-            row[_CORPUS_LENGTH],
-            limit,
-            2,
-            pos,
-            match,
-            where,
-            n,
-        )
-    return n
-
-
-@njit(cache=True)
-def draft_rows(  # type: ignore[no-untyped-def]
-    rows,
-    asked,
-    caps,
-    prices,
-    limit,
-    tokens,
-    links,
-    heads,
-    rates,
-    counts,
-    weights,
-    classes,
-    slot_key,
-    slot_input,
-    slot_p,
-    slot_selector,
-    slot_token,
-    slot_ranks,
-    num_slots,
-    out_token,
-    out_survival,
-    out_source,
-    out_length,
+def draft_rows(
+    rows, asked, caps, prices, limit, text, models, classes, slots, ids, survival, source, lengths
 ):
     """Draft for the rows in `asked`, each down to its own price and at most `caps[i]` tokens.
 
-    The `slot_*` arrays keep, per row, what the verdict will be learned from; the `out_*` arrays have
-    one line per asked row.
+    `text`, `models`, `slots`: the groups of `arrays`. Results, one line per asked row: `ids` int32,
+    `survival` float32, `source` int8, all [R, K + 1], and `lengths` int64[R].
     """
     pos = np.empty(3 * limit, np.int64)
     match = np.empty(3 * limit, np.int64)
     where = np.empty(3 * limit, np.int64)
     alive = np.empty(3 * limit, np.int64)
     proposals = np.empty(3 * limit, np.int64)
-    ids = np.empty(_DISTINCT, np.int64)
+    ballot = np.empty((4, _DISTINCT), np.int64)
     weight = np.empty(_DISTINCT, np.float64)
-    count = np.empty(_DISTINCT, np.int64)
-    longest = np.empty(_DISTINCT, np.int64)
-    first = np.empty(_DISTINCT, np.int64)
     for a in range(asked.size):
         r = asked[a]
         row = rows[r]
-        n = _gather(tokens, links, heads, row, limit, pos, match, where)
+        n = _gather(text, row, limit, pos, match, where)
         for i in range(n):
             alive[i] = i
-        survival = 1.0
-        drafted = out_token[a]
+        drafted = ids[a]
+        raw = 1.0
+        survives = 1.0
         length = 0
-        slots = 0
-        model = row[_MODEL]
+        num = 0
         # One slot more than may be drafted: the shadow slot.
-        for d in range(min(caps[a] + 1, out_token.shape[1])):
-            kept = 0
-            for j in range(n):
-                i = alive[j]
-                t = _token_at(tokens, row, where[i], pos[i], d, drafted)
-                if t >= 0:
-                    alive[kept] = i
-                    proposals[kept] = t
-                    kept += 1
-            if kept == 0:
+        for d in range(min(caps[a] + 1, drafted.size)):
+            n = _propose(text.tokens, row, pos, where, d, drafted, alive, proposals, n)
+            if n == 0:
                 break
-            distinct, total = _vote(proposals, alive, kept, match, ids, weight, count, longest, first)
-            best_p = -1.0
-            best_u = 0
-            end = row[_BASE] + row[_LENGTH]
-            prev = drafted[d - 1] if d > 0 else tokens[end - 1]
-            prev2 = prev
-            if d > 1:
-                prev2 = drafted[d - 2]
-            elif row[_LENGTH] > 1 - d:
-                prev2 = tokens[end - 2 + d]
-            ranks = 0
-            for rank in range(RANKS):
-                u = -1
-                for v in range(distinct):
-                    if weight[v] > 0.0 and (u < 0 or weight[v] > weight[u]):
-                        u = v
-                if u < 0 or (rank > 0 and weight[u] < _MIN_SHARE * total):
-                    break
-                rival = 0
-                for v in range(distinct):
-                    if v != u:
-                        rival = max(rival, longest[v])
-                share = weight[u] / total
-                weight[u] = -weight[u]
-                source = 1 if where[first[u]] == 2 else 0
-                x = d * RANKS + rank
-                selector = slot_keys(
-                    slot_key[r],
-                    x,
-                    ids[u],
-                    prev,
-                    prev2,
-                    longest[u],
-                    rival,
-                    share,
-                    count[u],
-                    source,
-                    d,
-                    row[_RUN],
-                    row[_KIND],
-                    row[_SAMPLED],
-                    classes,
-                )
-                if rank > 0:
-                    selector += 2
-                p = mix(slot_key[r], slot_input[r], x, selector, rates[model], counts[model], weights[model])
-                slot_p[r, x] = p
-                slot_selector[r, x] = selector
-                slot_token[r, x] = ids[u]
-                ranks = rank + 1
-                if p > best_p:
-                    best_p = p
-                    best_u = u
-            slot_ranks[r, d] = ranks
-            slots = d + 1
-            survival *= best_p
-            t = ids[best_u]
+            distinct, total = _vote(proposals, alive, n, match, ballot, weight)
+            u, p = _choose(
+                r,
+                row,
+                d,
+                distinct,
+                total,
+                ballot,
+                weight,
+                where,
+                text.tokens,
+                drafted,
+                models,
+                classes,
+                slots,
+            )
+            t = ballot[0, u]
+            i = ballot[3, u]
+            raw *= p
+            cell = depth_bucket(d) * 2 + (1 if where[i] == _CORPUS else 0)
+            slots.raw[r, d] = raw
+            slots.cell[r, d] = cell
+            slots.draft[r, d] = t
+            num = d + 1
+            survives = min(survives, calibrate(models.curves[row[_MODEL], cell], raw))
             drafted[d] = t
-            out_survival[a, d] = survival
-            w = where[first[best_u]]
-            if w == 1:
-                q = pos[first[best_u]] + d
-                out_source[a, d] = 0 if row[_OWN_LOW] <= q < row[_OWN_HIGH] else 1
-            else:
-                out_source[a, d] = w
-            if survival < prices[a] or d >= caps[a]:
+            survival[a, d] = survives
+            source[a, d] = where[i]
+            if where[i] == _SESSION and row[_OWN_LOW] <= pos[i] + d < row[_OWN_HIGH]:
+                source[a, d] = _OWN
+            if survives < prices[a] or d >= caps[a]:
                 break
             length = d + 1
-            kept2 = 0
-            for j in range(kept):
+            kept = 0
+            for j in range(n):
                 if proposals[j] == t:
-                    alive[kept2] = alive[j]
-                    kept2 += 1
-            n = kept2
-        num_slots[r] = slots
-        out_length[a] = length
+                    alive[kept] = alive[j]
+                    kept += 1
+            n = kept
+        slots.num[r] = num
+        lengths[a] = length
 
 
 @njit(cache=True)
-def _learn_row(  # type: ignore[no-untyped-def]
-    r,
-    row,
-    new,
-    drafted,
-    rates,
-    counts,
-    weights,
-    slot_key,
-    slot_input,
-    slot_p,
-    slot_selector,
-    slot_token,
-    slot_ranks,
-    num_slots,
-):
-    """Label the scored slots of one row with the tokens that came; slots behind a miss stay unknown."""
+def _gather(text, row, limit, pos, match, where):
+    """Occurrences of the present context in the request's own text, its session and the corpus."""
+    n = 0
+    if row[_INDEXED] > 0:
+        n = find_candidates(
+            text, row[_BASE], row[_LENGTH], row[_BASE], row[_SIZE], row[_LENGTH], limit, _OWN, pos, match,
+            where, n
+        )  # fmt: skip
+    if row[_SESSION_LENGTH] > 0:
+        n = find_candidates(
+            text, row[_BASE], row[_LENGTH], row[_SESSION_BASE], row[_SESSION_SIZE], row[_SESSION_LENGTH],
+            limit, _SESSION, pos, match, where, n
+        )  # fmt: skip
+    if row[_CORPUS_LENGTH] > 0:
+        n = find_candidates(
+            text, row[_BASE], row[_LENGTH], row[_CORPUS_BASE], row[_CORPUS_SIZE], row[_CORPUS_LENGTH],
+            limit, _CORPUS, pos, match, where, n
+        )  # fmt: skip
+    return n
+
+
+@njit(cache=True)
+def _propose(tokens, row, pos, where, d, drafted, alive, proposals, n):
+    """Next token of each living occurrence at depth `d`; those at the end of their text drop out.
+
+    An occurrence in the request's own text may run into the draft itself: that is how periodic text
+    continues (LZ77's overlapping copy).
+    """
+    kept = 0
+    for j in range(n):
+        i = alive[j]
+        q = pos[i] + d
+        t = -1
+        if where[i] == _OWN:
+            length = row[_LENGTH]
+            if q < length:
+                t = tokens[row[_BASE] + q]
+            elif q - length < d:
+                t = drafted[q - length]
+        elif where[i] == _SESSION:
+            if q < row[_SESSION_LENGTH]:
+                t = tokens[row[_SESSION_BASE] + q]
+        elif q < row[_CORPUS_LENGTH]:
+            t = tokens[row[_CORPUS_BASE] + q]
+        if t >= 0:
+            alive[kept] = i
+            proposals[kept] = t
+            kept += 1
+    return kept
+
+
+@njit(cache=True)
+def _vote(proposals, alive, n, match, ballot, weight):
+    """Tally proposals; returns (distinct tokens, total weight).
+
+    `ballot` lines: token, votes, longest match among its voters, the voter that has it.
+    """
+    top = 0
+    for j in range(n):
+        top = max(top, match[alive[j]])
+    distinct = 0
+    total = 0.0
+    for j in range(n):
+        i = alive[j]
+        w = match[i] / top
+        w *= w
+        w *= w
+        w *= w
+        total += w
+        u = 0
+        while u < distinct and ballot[0, u] != proposals[j]:
+            u += 1
+        if u == distinct:
+            if distinct == _DISTINCT:
+                continue
+            ballot[0, u] = proposals[j]
+            ballot[1, u] = 0
+            ballot[2, u] = 0
+            weight[u] = 0.0
+            distinct += 1
+        weight[u] += w
+        ballot[1, u] += 1
+        if match[i] > ballot[2, u]:
+            ballot[2, u] = match[i]
+            ballot[3, u] = i
+    return distinct, total
+
+
+@njit(cache=True)
+def _choose(r, row, d, distinct, total, ballot, weight, where, tokens, drafted, models, classes, slots):
+    """Score the best-voted tokens; returns the line of the most probable one and its probability."""
+    end = row[_BASE] + row[_LENGTH]
+    prev = drafted[d - 1] if d > 0 else tokens[end - 1]
+    prev2 = prev
+    if d > 1:
+        prev2 = drafted[d - 2]
+    elif row[_LENGTH] > 1 - d:
+        prev2 = tokens[end - 2 + d]
     model = row[_MODEL]
-    missed = num_slots == 0
-    for d in range(min(num_slots, new.size)):
-        for rank in range(slot_ranks[r, d]):
-            x = d * RANKS + rank
-            learn(
-                slot_key[r],
-                slot_input[r],
-                x,
-                slot_selector[r, x],
-                slot_p[r, x],
-                slot_token[r, x] == new[d],
-                rates[model],
-                counts[model],
-                weights[model],
-            )
-        if drafted[d] != new[d]:
-            missed = True
+    best = 0
+    best_p = -1.0
+    ranks = 0
+    for rank in range(RANKS):
+        u = -1
+        for v in range(distinct):
+            if weight[v] > 0.0 and (u < 0 or weight[v] > weight[u]):
+                u = v
+        if u < 0 or (rank > 0 and weight[u] < _MIN_SHARE * total):
             break
-    row[_RUN] = 0 if missed else row[_RUN] + new.size
+        rival = 0
+        for v in range(distinct):
+            if v != u:
+                rival = max(rival, ballot[2, v])
+        share = weight[u] / total
+        weight[u] = -weight[u]
+        source = 1 if where[ballot[3, u]] == _CORPUS else 0
+        x = d * RANKS + rank
+        selector = slot_keys(
+            slots.key[r], x, ballot[0, u], prev, prev2, ballot[2, u], rival, share, ballot[1, u], source, d,
+            row[_RUN], row[_KIND], row[_SAMPLED], classes
+        )  # fmt: skip
+        if rank > 0:
+            selector += 2
+        p = mix(
+            slots.key[r], slots.input[r], x, selector, models.rates[model], models.counts[model],
+            models.weights[model]
+        )  # fmt: skip
+        slots.p[r, x] = p
+        slots.selector[r, x] = selector
+        slots.token[r, x] = ballot[0, u]
+        ranks = rank + 1
+        if p > best_p:
+            best_p = p
+            best = u
+    slots.ranks[r, d] = ranks
+    return best, best_p
 
 
 @njit(cache=True)
-def observe_rows(  # type: ignore[no-untyped-def]
-    rows,
-    asked,
-    new_tokens,
-    offsets,
-    tokens,
-    links,
-    heads,
-    rates,
-    counts,
-    weights,
-    classes,
-    slot_key,
-    slot_input,
-    slot_p,
-    slot_selector,
-    slot_token,
-    slot_ranks,
-    num_slots,
-    last_draft,
-    learning,
-    text,
-    text_offsets,
-    block_state,
-    out_kind,
-    out_block,
+def _learn_row(r, row, new, models, slots):
+    """Label the scored slots of one row with the tokens that came.
+
+    Behind a miss, acceptance stays unknown, but nothing survives there: that much is known.
+    """
+    model = row[_MODEL]
+    missed = False
+    for d in range(slots.num[r]):
+        if not missed:
+            if d >= new.size:
+                break
+            for rank in range(slots.ranks[r, d]):
+                x = d * RANKS + rank
+                learn(
+                    slots.key[r], slots.input[r], x, slots.selector[r, x], slots.p[r, x],
+                    slots.token[r, x] == new[d], models.rates[model], models.counts[model],
+                    models.weights[model]
+                )  # fmt: skip
+            missed = slots.draft[r, d] != new[d]
+        learn_calibration(models.curves[model, slots.cell[r, d]], slots.raw[r, d], not missed)
+    row[_RUN] = 0 if missed or slots.num[r] == 0 else row[_RUN] + new.size
+
+
+@njit(cache=True)
+def observe_rows(
+    rows, asked, new_tokens, offsets, text, models, vocabulary, slots, learning, block_state, kinds, blocks
 ):
     """Take in the emitted tokens `new_tokens[offsets[i]:offsets[i + 1]]` of each row in `asked`.
 
-    The caller has made room in the rows' extents. `out_kind` and `out_block` get the block of each
-    token.
+    The caller has made room in the rows' extents. `kinds` and `blocks` get the block of each token.
     """
-    vocab = classes.size
     for a in range(asked.size):
         r = asked[a]
         row = rows[r]
-        new = new_tokens[offsets[a] : offsets[a + 1]]
+        begin = offsets[a]
+        new = new_tokens[begin : offsets[a + 1]]
         if learning and new.size > 0:
-            _learn_row(
-                r, row, new, last_draft[r], rates, counts, weights, slot_key, slot_input, slot_p,
-                slot_selector, slot_token, slot_ranks, num_slots[r]
-            )  # fmt: skip
-        num_slots[r] = 0
+            _learn_row(r, row, new, models, slots)
+        slots.num[r] = 0
         length = row[_LENGTH]
-        whole = row[_INDEXED] == length
         for i in range(new.size):
             t = new[i]
-            tokens[row[_BASE] + length + i] = t
+            text.tokens[row[_BASE] + length + i] = t
             before = row[_KIND]
-            if 0 <= t < vocab:
-                advance_block(block_state[r], text, text_offsets[t], text_offsets[t + 1])
+            if 0 <= t < vocabulary.classes.size:
+                advance_block(
+                    block_state[r], vocabulary.text, vocabulary.offsets[t], vocabulary.offsets[t + 1]
+                )
             after = block_state[r, 0]
-            if after != before:
-                # A token that opens a block belongs to it; the one that closes a block ends it.
-                row[_KIND] = after
-                if after != 0:
-                    row[_BLOCK] += 1
-                    out_kind[offsets[a] + i] = after
-                    out_block[offsets[a] + i] = row[_BLOCK]
-                else:
-                    out_kind[offsets[a] + i] = before
-                    out_block[offsets[a] + i] = row[_BLOCK]
-                    row[_BLOCK] += 1
-            else:
-                out_kind[offsets[a] + i] = before
-                out_block[offsets[a] + i] = row[_BLOCK]
+            row[_KIND] = after
+            # A token that opens a block belongs to it; the one that closes a block ends it.
+            if after != before and after != 0:
+                row[_BLOCK] += 1
+            kinds[begin + i] = before if after == 0 else after
+            blocks[begin + i] = row[_BLOCK]
+            if after != before and after == 0:
+                row[_BLOCK] += 1
         row[_LENGTH] = length + new.size
-        if whole:
-            insert_positions(tokens, links, heads, row[_BASE], row[_SIZE], length, length + new.size)
+        if row[_INDEXED] == length:
+            insert_positions(text, row[_BASE], row[_SIZE], length, length + new.size)
             row[_INDEXED] = length + new.size

@@ -14,14 +14,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, cast
 
+from agentspec_runtime.bench.engine_process import engine_events
 from agentspec_runtime.bench.load import CellLoad, TurnRecord
 from agentspec_runtime.bench.measure import CellKey, DraftCounts, ResultRow, StepRecord, measure_cell
 from agentspec_runtime.bench.methods import Method, parse_method
@@ -29,17 +27,14 @@ from agentspec_runtime.bench.provenance import collect_provenance
 from agentspec_runtime.bench.replay_engine import CellJob, Job, RawCell, select_trajectories
 from agentspec_runtime.bench.scheduler_records import SchedulerSums, read_scheduler_records
 from agentspec_runtime.engine.args import JsonValue
-from agentspec_runtime.errors import ConfigurationError, ServerError
+from agentspec_runtime.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from agentspec_runtime.bench.limits import Limits
 
-__all__ = ["Progress", "ReplayPlan", "engine_events", "load_rows", "measure_raw", "read_raw", "replay"]
+__all__ = ["Progress", "ReplayPlan", "load_rows", "measure_raw", "read_raw", "replay"]
 
 _RECORDING_SCHEDULER: Final = "agentspec_runtime.bench.replay_scheduler.RecordingScheduler"
-
-_LOG_LINES: Final = 15
-"""Last lines of an engine's log in the error about its end: enough for a Python exception."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,46 +310,6 @@ def _recorded(method: Method, records: Path | None) -> Mapping[str, JsonValue]:
         "scheduler_cls": _RECORDING_SCHEDULER,
         "additional_config": {**additional, "agentspec_bench_records": str(records.resolve())},
     }
-
-
-def engine_events(
-    job_file: Path, log_file: Path, environment: Mapping[str, str]
-) -> Iterator[Mapping[str, JsonValue]]:
-    """Events of an engine process until it ends; it is stopped when the reader stops.
-
-    Raises:
-        ServerError: it ended with an error.
-    """
-    command = [sys.executable, "-m", "agentspec_runtime.bench.replay_engine", str(job_file)]
-    with log_file.open("ab") as log:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ, **environment}
-        )
-        try:
-            assert process.stdout is not None  # noqa: S101 - a pipe was asked for
-            for line in process.stdout:
-                yield json.loads(line)
-            code = process.wait()
-        finally:
-            _stop(process)
-    if code != 0:
-        tail = log_file.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
-        raise ServerError(
-            f"the engine process ended with code {code}; finished cells are kept, and the same command "
-            f"continues from there. Its log is {log_file}, and ends with:\n" + "\n".join(tail)
-        )
-
-
-def _stop(process: subprocess.Popen[str]) -> None:
-    """End an engine process and the engine core that it started: first politely."""
-    if process.poll() is None:
-        process.terminate()
-        deadline = time.monotonic() + 20
-        while process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.1)
-        if process.poll() is None:
-            process.kill()
-            process.wait()
 
 
 def _progress(label: str, repeat: int, cell: CellJob | None, event: Mapping[str, JsonValue]) -> Progress:

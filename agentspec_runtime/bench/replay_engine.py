@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -281,6 +282,8 @@ def main(path: Path) -> None:
         events.write(json.dumps(event) + "\n")
         events.flush()
 
+    # Told to end: let `finally` shut the engine core down, which would otherwise outlive this process.
+    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(143))
     asyncio.run(_run(Job.load(path), tell))
 
 

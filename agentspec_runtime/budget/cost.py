@@ -1,12 +1,17 @@
 """How long an engine step takes, learned from the steps themselves.
 
-    T(n, a, r) = base + per_token * n + per_attended * a + per_request * r,   corrected by size
+    T(n, a, r) = base + per_request * r + per_attended * a + f(n)
 
 `n`: tokens in the step (prompt chunks, one per decoding request, drafts); `a`: attended tokens, the sum
 over those n of the context they look back on (on a CPU, and for long contexts anywhere, attention is
-not free); `r`: requests that sample. The linear part is recursive least squares with forgetting, its
-residuals are kept per size bucket, since real steps are staircases: GPUs pad to captured graph sizes
-and are flat while memory-bound.
+not free); `r`: requests that sample. `f` is piecewise linear with bends at fixed sizes.
+
+All coefficients are at least zero, so T rises and is convex in n: flat while the machine is
+memory-bound, then steeper, which is what GPUs and CPUs do apart from the padding to graph sizes. They
+are fitted by least squares on relative errors over a fading past, with a pull of half an observation
+towards a plain first guess, so that directions that the load never varies in stay where they are.
+Non-negative least squares by coordinate descent, warm-started (Franc, Hlavac, Navara, "Sequential
+Coordinate-Wise Algorithm for the Non-negative Least Squares Problem", 2005).
 
 A step that is far off (a compile, a page fault, another process) is clipped, not learned.
 Units: seconds and tokens.
@@ -14,6 +19,7 @@ Units: seconds and tokens.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,19 +28,33 @@ import numpy.typing as npt
 
 __all__ = ["CostCurve", "StepCost", "StepShape"]
 
+_FloatArray = npt.NDArray[np.float64]
+
 _FORGET: Final = 0.998
 """Half-life of about 350 steps: follows a change of load within seconds, averages out noise."""
-_CLIP: Final = 0.5
-"""Once learned, a step counts as at most half as long or 1.5 times as long as predicted."""
+_CLIP: Final = 3.0
+"""Once learned, a step counts as at most 3 times longer or shorter than predicted."""
 _LEARNED: Final = 24
-_ATTENDED_SCALE: Final = 1e-3
-_FLOOR: Final = 1e-6
+_PULL: Final = 0.5
+_SOLVE_EVERY: Final = 8
+"""Steps between solutions once learned: one costs about 0.2 ms."""
+_SWEEPS: Final = 12
 
-_EDGES: Final = np.array(
-    [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096]
-)
-_BUCKET_RATE: Final = 0.05
-_BUCKET_FULL: Final = 8.0
+_BENDS: Final = (8, 16, 32, 64, 128, 256, 512, 1024)
+_BASE: Final = 0
+_REQUEST: Final = 1
+_ATTENDED: Final = 2
+_TOKEN: Final = 3
+_NUM: Final = _TOKEN + 1 + len(_BENDS)
+_ATTENDED_SCALE: Final = 1e-3
+
+_FIRST_BASE: Final = 1e-2
+_FIRST_SLOPE: Final = 1e-2
+"""First guess: steps of 10 ms that grow by 1 % of that per token; its scale follows the measured level."""
+_FLOOR: Final = 1e-6
+_SHORTEST: Final = 1e-6
+_LONGEST: Final = 1e3
+"""No step takes a microsecond or a quarter of an hour; such a number is a broken clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +68,7 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostCurve:
-    """A learned or measured curve, as it is written to a file and read back.
+    """A measured curve to start from, as `agentspec bench calibrate` writes it.
 
     `coefficients`: base, per token, per 1,000 attended tokens, per request; seconds.
     """
@@ -57,92 +77,90 @@ class CostCurve:
 
 
 class StepCost:
-    """Online estimate of the step time.
-
-    Without a curve to start from it assumes steps of 10 ms that grow by 1 % per token, and lets go of
-    that within a few steps.
-    """
+    """Online estimate of the step time, starting from a curve or from a guess."""
 
     def __init__(self, start: CostCurve | None = None) -> None:
-        first = start.coefficients if start is not None else (1e-2, 1e-4, 0.0, 1e-5)
-        self._theta: npt.NDArray[np.float64] = np.array(first)
-        # Prior variances: loose without a curve, tight with one. Attention and per-request costs are
-        # held closer to zero, since they are hard to tell from the rest in the first steps.
-        spread = np.array([1e-1, 1e-2, 1e-5, 1e-4]) * (0.05 if start is not None else 1.0)
-        self._cov: npt.NDArray[np.float64] = np.diag(spread**2) / 1e-6
-        self._ratio = np.ones(_EDGES.size)
-        self._seen = np.zeros(_EDGES.size)
+        guess = np.zeros(_NUM)
+        if start is None:
+            guess[[_BASE, _TOKEN]] = _FIRST_BASE, _FIRST_BASE * _FIRST_SLOPE
+        else:
+            guess[[_BASE, _TOKEN, _ATTENDED, _REQUEST]] = np.maximum(start.coefficients, 0.0)
+        self._guess = guess
+        self._theta = guess.copy()
+        self._information: _FloatArray = np.zeros((_NUM, _NUM))
+        self._target: _FloatArray = np.zeros(_NUM)
+        self._weight = 0.0
+        # Running sums that scale the guess to the measured level: <y, guess> and <guess, guess>.
+        self._level = np.zeros(2)
         self.num_steps = 0
 
     def predict(self, shape: StepShape) -> float:
         """Expected seconds of a step."""
-        return float(
-            self.predict_many(np.array([shape.num_tokens]), np.array([shape.num_attended]), shape)[0]
-        )
+        return max(float(_features(shape) @ self._theta), _FLOOR)
 
-    def predict_many(
-        self, tokens: npt.NDArray[np.int64], attended: npt.NDArray[np.int64], shape: StepShape
-    ) -> npt.NDArray[np.float64]:
-        """Expected seconds for several numbers of tokens; `shape` gives the requests."""
-        base, per_token, per_attended, per_request = self._theta
-        linear = (
-            base
-            + per_token * tokens
-            + per_attended * _ATTENDED_SCALE * attended
-            + per_request * shape.num_requests
-        )
-        seconds: npt.NDArray[np.float64] = np.maximum(linear, _FLOOR) * np.interp(tokens, _EDGES, self._ratio)
+    def slope(self, shape: StepShape) -> tuple[float, float]:
+        """Seconds that one more token costs at this shape: per token, and per attended token."""
+        per_token = self._theta[_TOKEN]
+        for i, bend in enumerate(_BENDS, start=_TOKEN + 1):
+            if shape.num_tokens >= bend:
+                per_token += self._theta[i]
+        return float(per_token), float(self._theta[_ATTENDED]) * _ATTENDED_SCALE
+
+    def added_seconds(self, shape: StepShape, more_tokens: _FloatArray) -> _FloatArray:
+        """Seconds that `more_tokens` float64[D] tokens add to this shape, attention left out."""
+        n = shape.num_tokens
+        seconds: _FloatArray = self._theta[_TOKEN] * more_tokens
+        for i, bend in enumerate(_BENDS, start=_TOKEN + 1):
+            if self._theta[i] > 0.0:
+                seconds += self._theta[i] * (np.maximum(n + more_tokens - bend, 0.0) - max(n - bend, 0))
         return seconds
-
-    def slope(self, shape: StepShape, extra_tokens: int = 4) -> tuple[float, float]:
-        """Seconds that one more token costs at this shape: (per token, per attended token)."""
-        n = np.array([shape.num_tokens, shape.num_tokens + extra_tokens])
-        a = np.full(2, shape.num_attended)
-        low, high = self.predict_many(n, a, shape)
-        ratio = float(np.interp(shape.num_tokens, _EDGES, self._ratio))
-        per_token = max(float(high - low) / extra_tokens, 0.0)
-        return per_token, max(float(self._theta[2]) * _ATTENDED_SCALE * ratio, 0.0)
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """Learn from one measured step."""
-        if not seconds > 0.0:
+        if not (math.isfinite(seconds) and _SHORTEST < seconds < _LONGEST):
             return
-        expected = self.predict(shape)
+        x = _features(shape)
         if self.num_steps >= _LEARNED:
-            seconds = min(max(seconds, (1 - _CLIP) * expected), (1 + _CLIP) * expected)
+            expected = self.predict(shape)
+            seconds = min(max(seconds, expected / _CLIP), expected * _CLIP)
         self.num_steps += 1
-        x = np.array(
-            [1.0, shape.num_tokens, shape.num_attended * _ATTENDED_SCALE, shape.num_requests], np.float64
-        )
-        # Least squares on relative errors: a 1 s prefill step must not drown a 20 ms decode step.
-        weight = 1.0 / max(expected, seconds, _FLOOR)
-        x *= weight
-        gain_base = self._cov @ x
-        gain = gain_base / (_FORGET + float(x @ gain_base))
-        self._theta = self._theta + gain * (seconds * weight - float(x @ self._theta))
-        self._cov = (self._cov - np.outer(gain, gain_base)) / _FORGET
-        # Forgetting must not blow up directions that the load never varies in.
-        np.clip(self._cov, -1e6, 1e6, out=self._cov)
-        self._theta[1:] = np.maximum(self._theta[1:], 0.0)
-        self._correct_bucket(shape, seconds)
+        # Relative errors: a 1 s prefill step must not drown a 20 ms decode step.
+        x /= seconds
+        self._information *= _FORGET
+        self._information += np.outer(x, x)
+        self._target *= _FORGET
+        self._target += x
+        self._weight = self._weight * _FORGET + 1.0
+        guessed = float(x @ self._guess)
+        self._level *= _FORGET
+        self._level += (guessed, guessed * guessed)
+        if self.num_steps < _LEARNED or self.num_steps % _SOLVE_EVERY == 0:
+            self._solve()
 
-    def curve(self) -> CostCurve:
-        """The linear part, to be saved."""
-        base, per_token, per_attended, per_request = (float(v) for v in self._theta)
-        return CostCurve(coefficients=(base, per_token, per_attended, per_request))
+    def _solve(self) -> None:
+        """Minimise the fading squared error plus the pull towards the scaled guess, all coefficients >= 0."""
+        scale = self._level[0] / self._level[1]
+        pull = _PULL * np.diag(self._information) / self._weight + 1e-18
+        matrix = self._information + np.diag(pull)
+        target = self._target + pull * (self._guess * scale)
+        theta = self._theta
+        gradient = matrix @ theta - target
+        diagonal = np.diag(matrix)
+        for _ in range(_SWEEPS):
+            for j in range(_NUM):
+                step = max(theta[j] - gradient[j] / diagonal[j], 0.0) - theta[j]
+                if step != 0.0:
+                    theta[j] += step
+                    gradient += step * matrix[j]
 
-    def _correct_bucket(self, shape: StepShape, seconds: float) -> None:
-        base, per_token, per_attended, per_request = self._theta
-        linear = max(
-            base
-            + per_token * shape.num_tokens
-            + per_attended * _ATTENDED_SCALE * shape.num_attended
-            + per_request * shape.num_requests,
-            _FLOOR,
-        )
-        i = int(np.searchsorted(_EDGES, shape.num_tokens, side="right")) - 1
-        i = min(max(i, 0), _EDGES.size - 1)
-        self._seen[i] = min(self._seen[i] + 1.0, 1.0 / _BUCKET_RATE)
-        target = min(max(seconds / linear, 0.5), 2.0)
-        rate = 1.0 / (self._seen[i] + _BUCKET_FULL)
-        self._ratio[i] += max(rate, _BUCKET_RATE * 0.5) * (target - self._ratio[i])
+
+def _features(shape: StepShape) -> _FloatArray:
+    x = np.empty(_NUM)
+    n = shape.num_tokens
+    x[_BASE] = 1.0
+    x[_REQUEST] = shape.num_requests
+    x[_ATTENDED] = shape.num_attended * _ATTENDED_SCALE
+    x[_TOKEN] = n
+    for i, bend in enumerate(_BENDS, start=_TOKEN + 1):
+        x[i] = n - bend if n > bend else 0.0
+    return x

@@ -139,7 +139,7 @@ class GoodputBudget:
             worth = gain * load.weights[line] / np.maximum(cost, 1e-12)
             # Survival does not grow along a draft, so this order takes each draft from its start.
             order = np.lexsort((position, line, -worth))
-            taken = self._best_prefix(load, gain[order], cost[order])
+            taken = self._best_prefix(load, gain[order], load.contexts[line[order]].astype(np.float64))
             chosen = order[:taken]
             lengths = np.bincount(line[chosen], minlength=requests).astype(np.int64)
             if taken:
@@ -168,13 +168,17 @@ class GoodputBudget:
     def _value_without_drafts(self, load: Load) -> float:
         return self._decode_seconds(load) / max(load.contexts.size, 1)
 
-    def _best_prefix(self, load: Load, gain: FloatArray, cost: FloatArray) -> int:
+    def _best_prefix(self, load: Load, gain: FloatArray, contexts: FloatArray) -> int:
         """How many slots, in this order, give the highest rate of (R + gains) per (time + costs)."""
         limit = min(load.room, gain.size)
         if limit <= 0:
             return 0
+        shape = _shape(load, 0, 0)
+        _, per_attended = self.cost.slope(shape)
+        more = np.arange(limit + 1, dtype=np.float64)
         emitted = load.contexts.size + np.concatenate([[0.0], np.cumsum(gain[:limit])])
-        seconds = self._decode_seconds(load) + np.concatenate([[0.0], np.cumsum(cost[:limit])])
+        seconds = self._decode_seconds(load) + self.cost.added_seconds(shape, more)
+        seconds[1:] += per_attended * np.cumsum(contexts[:limit])
         return int(np.argmax(emitted / seconds))
 
 

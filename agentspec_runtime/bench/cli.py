@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -16,8 +15,8 @@ import typer
 from agentspec_runtime.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from agentspec_runtime.bench.costs import StepTime
-    from agentspec_runtime.bench.replay import Progress
+    from agentspec_runtime.bench.costs import GoodputRow, StepTime
+    from agentspec_runtime.bench.simulate import Plan, WorkloadResult
     from agentspec_runtime.engine.args import JsonValue
 
 __all__ = ["app"]
@@ -96,7 +95,6 @@ def simulate(
     from rich.progress import Progress as Bar
 
     from agentspec_runtime.bench import tables
-    from agentspec_runtime.bench.costs import goodput_table
     from agentspec_runtime.bench.provenance import collect_provenance
     from agentspec_runtime.bench.simulate import Plan
     from agentspec_runtime.bench.simulate import simulate as run
@@ -113,23 +111,26 @@ def simulate(
         max_model_len=max_model_len,
         processes=processes or len(os.sched_getaffinity(0)),
     )
+    sizes = [int(size) for size in _names(batches)]
     with Bar(console=console, transient=True) as bar:
         task = bar.add_task("simulating", total=None)
         results = run(plan, lambda done, total: bar.update(task, completed=done, total=total))
-    sizes = [int(size) for size in _names(batches)]
-    priced = []
-    for result in results:
+        priced = _priced(
+            plan, results, costs, sizes, lambda n, total: bar.update(task, completed=n, total=total)
+        )
+    for index, result in enumerate(results):
         console.print(tables.simulated(result))
         for curve in costs:
-            rows = goodput_table(result.lanes, curve, sizes)
-            console.print(tables.goodput(curve.name, rows))
-            priced.append({"file": result.file, "cost": curve.name, "rows": [asdict(row) for row in rows]})
+            console.print(tables.goodput(curve.name, priced[index, curve.name]))
     if out is not None:
         provenance = asdict(collect_provenance(files=traces, notes={"set_aside": set_aside.value}))
         document = {
             "provenance": provenance,
             "workloads": [asdict(result) for result in results],
-            "goodput": priced,
+            "goodput": [
+                {"file": results[index].file, "cost": name, "rows": [asdict(row) for row in rows]}
+                for (index, name), rows in priced.items()
+            ],
         }
         out.write_text(json.dumps(document, indent=1), encoding="utf-8")
         console.print(f"All figures: {out}")
@@ -172,6 +173,7 @@ def replay(
 
     from agentspec_runtime.bench import tables
     from agentspec_runtime.bench.methods import split_methods
+    from agentspec_runtime.bench.progress import shown_progress
     from agentspec_runtime.bench.replay import ReplayPlan
     from agentspec_runtime.bench.replay import replay as run
 
@@ -194,7 +196,7 @@ def replay(
         chat_template=chat_template,
         engine=_engine_arguments(eager=eager, dtype=dtype, kv_cache_gib=kv_cache_gib, extra=engine_arg or []),
     )
-    with _shown_progress() as show:
+    with shown_progress() as show:
         rows = run(plan, show)
     console.print(tables.replayed(rows))
     console.print(f"Results: {out / 'results.jsonl'}. Next: agentspec bench report {out}")
@@ -308,36 +310,23 @@ def report(
         typer.echo(str(path))
 
 
-@contextmanager
-def _shown_progress() -> Iterator[Callable[[Progress], None]]:
-    """A bar per cell, and one line for every cell that is over."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
+def _priced(
+    plan: Plan,
+    results: Sequence[WorkloadResult],
+    costs: Sequence[StepTime],
+    sizes: Sequence[int],
+    progress: Callable[[int, int], None],
+) -> dict[tuple[int, str], list[GoodputRow]]:
+    """Goodput rows by file index and cost name, ours under its real budget included."""
+    from agentspec_runtime.bench.costs import goodput_table
+    from agentspec_runtime.bench.lockstep import budget_rows
 
-    console = Console()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Bar(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("starting", total=None)
-
-        def show(progress: Progress) -> None:
-            label = f"{progress.method}, repeat {progress.repeat}"
-            if progress.event == "start":
-                bar.reset(task, description=f"{label}: starting the engine", total=None)
-            elif progress.event == "begin":
-                what = f"{label}, concurrency {progress.concurrency}: turns"
-                bar.reset(task, description=what, total=progress.turns)
-            elif progress.event == "turn":
-                bar.advance(task)
-            elif progress.event == "cell" and progress.row is not None:
-                row = progress.row
-                console.print(
-                    f"{label}, concurrency {row.concurrency}: {row.tok_s:.1f} tok/s, "
-                    f"{row.tokens_per_step:.2f} tokens/step, rejected {row.rejected_share:.0%}, "
-                    f"mismatched {row.mismatched}"
-                )
-
-        yield show
+    ours = budget_rows(plan, costs, sizes, progress) if costs and "agentspec" in plan.methods else {}
+    return {
+        (index, cost.name): [*goodput_table(result.lanes, cost, sizes), *ours.get((index, cost.name), [])]
+        for index, result in enumerate(results)
+        for cost in costs
+    }
 
 
 def _names(text: str) -> list[str]:

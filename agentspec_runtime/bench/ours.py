@@ -40,7 +40,7 @@ class OurRival:
         self, method: str, threshold: float, vocabulary: TokenTable, *, use_prior: bool = True
     ) -> None:
         self.method = method
-        self.settings: Sequence[str] = (f"survival >= {threshold:g}",)
+        self.settings: Sequence[str] = (f"S >= {threshold:g}",)
         self.threshold = threshold
         self._reach = _REACH[method]
         config = DraftingConfig(num_speculative_tokens=_CAP, max_requests=1)

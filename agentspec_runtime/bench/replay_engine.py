@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypedDict, cast
 
@@ -164,7 +164,7 @@ class _VllmReplay:
         self._count = 0
 
     async def generate(self, call: Call) -> AsyncIterator[Chunk]:
-        """Stream the answer; the length is the recorded one, and no token ends it before."""
+        """Stream the answer, up to the recorded end token."""
         from vllm.inputs import TokensPrompt
 
         self._count += 1
@@ -183,12 +183,18 @@ class _VllmReplay:
             session = f"{self._cell.salt}/{call.session}"[-128:]
             scope: Literal["corpus", "request"] = "corpus" if self._job.reuse else "request"
             extra[XARGS_KEY] = encode_hint(Hint(session=session, turn=call.turn, scope=scope))
+        limits = (
+            {"max_tokens": len(call.output_ids), "ignore_eos": True}
+            if self._cell.periodic is not None
+            # The end comes as in production, by the end token: a `max_tokens` of exactly the recorded length
+            # would tell a drafter where the answer ends.
+            else {
+                "max_tokens": self._job.max_model_len - len(call.prompt_ids),
+                "stop_token_ids": [call.output_ids[-1]],
+            }
+        )
         return SamplingParams(
-            temperature=0.0,
-            max_tokens=len(call.output_ids),
-            ignore_eos=True,
-            output_kind=RequestOutputKind.DELTA,
-            extra_args=extra,
+            temperature=0.0, output_kind=RequestOutputKind.DELTA, extra_args=extra, **limits
         )
 
 
@@ -240,15 +246,7 @@ async def _run_cell(
 async def _warm_up(engine: AsyncLLM, job: Job) -> None:
     """A few requests before anything is timed: kernels, numba and the HTTP-free path are compiled by then."""
     request = _cell_trajectories(job, job.cells[0])[0].requests[0]
-    cell = CellJob(
-        concurrency=1,
-        trajectories=1,
-        rate_per_s=None,
-        honour_waits=False,
-        seed=0,
-        salt="warm-up",
-        raw_file="",
-    )
+    cell = replace(job.cells[0], salt="warm-up")
     replay = _VllmReplay(engine, job, cell)
     call = Call(
         session="warm-up",

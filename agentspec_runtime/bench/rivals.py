@@ -162,7 +162,7 @@ class SuffixSetting:
     num_tokens: int = 32
 
     def __str__(self) -> str:
-        return f"factor {self.factor:g}, p {self.min_prob:g}, K {self.num_tokens}"
+        return f"factor {self.factor:g}, p {self.min_prob:g}"
 
 
 SUFFIX_RECOMMENDED: Final = SuffixSetting(factor=1.0, min_prob=0.1)

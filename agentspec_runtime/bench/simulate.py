@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from hashlib import sha256
@@ -39,6 +39,7 @@ __all__ = [
     "replay_request",
     "run_oracles",
     "select_part",
+    "selected_trajectories",
     "simulate",
 ]
 
@@ -113,7 +114,9 @@ def simulate(
         raise ConfigurationError(f"unknown method {unknown[0]!r}: known are {', '.join(METHODS)}")
     if plan.part not in get_args(Part):
         raise ConfigurationError(f"part {plan.part!r} is none of {', '.join(get_args(Part))}")
-    chosen = [_selected(plan, file) for file in plan.files]  # also fills the token cache, before the pool
+    chosen = [
+        selected_trajectories(plan, file) for file in plan.files
+    ]  # also fills the token cache, before the pool
     units = [(index, unit) for index, _ in enumerate(plan.files) for unit in _units(plan.methods)]
     lanes: dict[tuple[int, str], list[LaneResult]] = {}
     for done, (key, result) in enumerate(_run_units(plan, units), start=1):
@@ -129,10 +132,15 @@ def simulate(
                 requests=sum(len(t.requests) for t in trajectories),
                 out_tokens=sum(t.num_output_tokens for t in trajectories),
                 skipped_requests=skipped,
-                lanes=tuple(lane for unit in _units(plan.methods) for lane in lanes[index, unit]),
+                lanes=_in_order(lane for unit in _units(plan.methods) for lane in lanes[index, unit]),
             )
         )
     return results
+
+
+def _in_order(lanes: Iterable[LaneResult]) -> tuple[LaneResult, ...]:
+    """Oracles last: O1 comes out of the run of our drafter."""
+    return tuple(sorted(lanes, key=lambda lane: lane.method == "oracle"))
 
 
 def replay_request(
@@ -186,7 +194,7 @@ def _step(rival: Rival, setting: int, tally: Tally, rest: NDArray[np.int32]) -> 
     return emitted
 
 
-def _selected(plan: Plan, file: Path) -> tuple[tuple[TokenTrajectory, ...], int]:
+def selected_trajectories(plan: Plan, file: Path) -> tuple[tuple[TokenTrajectory, ...], int]:
     """Trajectories that the plan takes from a file, and how many requests did not fit the context."""
     loaded = load_tokens(file, plan.model, chat_template=plan.chat_template)
     fitting = fit_context(select_part(loaded, plan.part)[: plan.trajectories], plan.max_model_len)
@@ -227,7 +235,7 @@ def _run_units(
 
 
 def _run_unit(plan: Plan, index: int, unit: str) -> list[LaneResult]:
-    trajectories, _ = _selected(plan, plan.files[index])
+    trajectories, _ = selected_trajectories(plan, plan.files[index])
     if unit == "oracle":
         return run_oracles(trajectories)
     # Compiled code is loaded by a throwaway rival, so that drafting time is drafting time.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from rich import box
 from rich.table import Table
 
 from agentspec_runtime.bench.costs import GoodputRow
@@ -26,17 +27,13 @@ def simulated(result: WorkloadResult) -> Table:
         title=f"{result.file}: {result.trajectories} trajectories, {result.requests} requests, "
         f"{result.out_tokens:,} output tokens{skipped}",
         title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
     )
-    table.add_column("method")
-    table.add_column("setting")
-    for heading in (
-        "accepted/token",
-        "rejected/token",
-        "rejected share",
-        "tokens/step",
-        "draft µs/step",
-        "calibration error",
-    ):
+    table.add_column("method", no_wrap=True)
+    table.add_column("setting", no_wrap=True)
+    # acc, rej: accepted and rejected draft tokens per output token; ECE: calibration error.
+    for heading in ("acc", "rej", "rej %", "tok/step", "µs/step", "ECE"):
         table.add_column(heading, justify="right")
     method = ""
     for lane in result.lanes:
@@ -49,7 +46,7 @@ def simulated(result: WorkloadResult) -> Table:
             lane.setting,
             f"{figures.accepted_per_token:.3f}",
             f"{figures.rejected_per_token:.3f}",
-            f"{figures.rejected_share:.2f}",
+            f"{figures.rejected_share:.0%}",
             f"{figures.tokens_per_step:.2f}",
             f"{figures.draft_us_per_step:.0f}" if figures.draft_us_per_step else "-",
             "-" if figures.calibration_error is None else f"{figures.calibration_error:.3f}",
@@ -64,24 +61,26 @@ def goodput(name: str, rows: Sequence[GoodputRow]) -> Table:
     table = Table(
         title=f"Decode goodput against plain, {name}; best setting of each method at each batch size",
         title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
     )
     table.add_column("method")
     for batch in batches:
         table.add_column(f"b={batch}", justify="right")
     found = {(row.method, row.batch): row for row in rows}
     for method in methods:
-        cells = [found[method, batch] for batch in batches]
+        cells = [found.get((method, batch)) for batch in batches]
         if method == "plain":
-            table.add_row("plain, tok/s", *(f"{cell.tokens_per_s:.0f}" for cell in cells))
+            table.add_row("plain, tok/s", *(f"{cell.tokens_per_s:.0f}" if cell else "-" for cell in cells))
             table.add_section()
         else:
-            table.add_row(method, *(f"{cell.speedup:.2f}x" for cell in cells))
+            table.add_row(method, *(f"{cell.speedup:.2f}x" if cell else "-" for cell in cells))
     return table
 
 
 def replayed(rows: Sequence[ResultRow]) -> Table:
     """One line per cell of a replay."""
-    table = Table(title="Replay", title_justify="left")
+    table = Table(title="Replay", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("method", "c", "repeat"):
         table.add_column(heading)
     for heading in (
@@ -118,7 +117,7 @@ def replayed(rows: Sequence[ResultRow]) -> Table:
 
 def lived(rows: Sequence[LiveRow]) -> Table:
     """One line per cell of a live run."""
-    table = Table(title="Live", title_justify="left")
+    table = Table(title="Live", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("method", "c"):
         table.add_column(heading)
     headings = ("tasks", "solved", "failed", "tasks/h", "tok/s", "task P50 s", "task P95 s", "rejected")

@@ -168,7 +168,7 @@ def test_a_whole_simulation_holds_its_bounds(tmp_path: Path, monkeypatch: pytest
     assert reports[-1] == (8, 8)
     oracle = {name: lanes["oracle", name].tokens_per_step for name in ("O1", "O2", "O2/1", "O3", "LZ")}
     assert 1 < oracle["O2"] <= oracle["O2/1"] <= oracle["O3"] <= oracle["LZ"]
-    assert oracle["O1"] == lanes["agentspec", "survival >= 0"].tokens_per_step
+    assert oracle["O1"] == lanes["agentspec", "S >= 0"].tokens_per_step
     for (method, _), figures in lanes.items():
         assert figures.out_tokens == result.out_tokens
         assert figures.accepted + figures.rejected == figures.drafted

@@ -1,0 +1,81 @@
+"""The command line: options reach their functions, and heavy packages stay out until they are needed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from small_tokenizer import PLAIN_TEMPLATE, save_tokenizer
+from test_tokens import save_recording
+from typer.testing import CliRunner
+
+from agentspec_runtime.bench.cli import _rate, app
+from agentspec_runtime.bench.recordings import file_sha256
+from agentspec_runtime.errors import ConfigurationError
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    save_tokenizer(tmp_path / "model", PLAIN_TEMPLATE)
+    words = "one two three four five six seven eight nine ten. " * 3
+    chat = [{"role": "user", "content": words}, {"role": "assistant", "content": f"so: {words}"}]
+    save_recording(tmp_path / "runs.jsonl", messages=chat, tools=[])
+    return tmp_path
+
+
+def test_help_of_every_command_loads_nothing_heavy() -> None:
+    for command in ("simulate", "replay", "calibrate", "report", "live"):
+        code = (
+            "import sys\n"
+            "from agentspec_runtime.bench.cli import app\n"
+            f"try: app(args=['{command}', '--help'], prog_name='agentspec bench')\n"
+            "except SystemExit as end: assert end.code == 0\n"
+            "heavy = {'numpy', 'numba', 'torch', 'vllm', 'transformers', 'openai'} & set(sys.modules)\n"
+            "assert not heavy, heavy\n"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert "Usage: agentspec bench" in done.stdout
+
+
+def test_simulate_prints_every_method_and_writes_all_figures(folder: Path) -> None:
+    arguments = ["simulate", "--traces", str(folder / "runs.jsonl"), "--model", str(folder / "model")]
+    arguments += ["--methods", "ngram,agentspec,oracle", "--processes", "1", "--cost", "h100/dense-8b"]
+    out = folder / "figures.json"
+    done = CliRunner().invoke(app, [*arguments, "--batches", "1", "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    for shown in ("runs.jsonl: 1 trajectories", "S >= 0.85", "O2/1", "n 2-4, K 5", "agentspec, budget"):
+        assert shown in done.output
+    figures = json.loads(out.read_text())
+    [workload] = figures["workloads"]
+    assert {lane["method"] for lane in workload["lanes"]} == {"ngram", "agentspec", "oracle"}
+    assert figures["provenance"]["traces"] == {"runs.jsonl": file_sha256(folder / "runs.jsonl")}
+    [priced] = figures["goodput"]
+    speedups = {row["method"]: row["speedup"] for row in priced["rows"]}
+    assert speedups["plain"] == 1.0
+    assert 1.0 < speedups["ngram"] <= speedups["LZ"]
+
+
+def test_report_writes_both_files_and_names_them(folder: Path) -> None:
+    from test_report import save
+
+    save(folder)
+    done = CliRunner().invoke(app, ["report", str(folder), "--price-per-hour", "2"])
+    assert done.exit_code == 0, done.output
+    assert done.output.split() == [str(folder / "report.html"), str(folder / "report.md")]
+    assert (folder / "report.html").is_file()
+
+
+@pytest.mark.parametrize(("text", "rate"), [("closed", None), ("poisson:0.5", 0.5), ("poisson:2", 2.0)])
+def test_arrival_is_read(text: str, rate: float | None) -> None:
+    assert _rate(text) == rate
+
+
+@pytest.mark.parametrize("text", ["poisson", "poisson:0", "poisson:-1", "poisson:x", "burst:2", "closed:1"])
+def test_an_arrival_that_means_nothing_is_refused(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="needed closed, or poisson:RATE"):
+        _rate(text)

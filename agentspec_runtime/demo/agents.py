@@ -38,7 +38,7 @@ class Workload:
 
 
 def warm_up(base_url: str, model: str) -> None:
-    """One answer that is not counted: both servers get to load and compile what only a first request needs."""
+    """One answer that is not counted: it takes what only a first request has to load or compile."""
     with openai.OpenAI(base_url=base_url, api_key=_KEY, timeout=_TIMEOUT_S) as client:
         client.chat.completions.create(
             model=model,

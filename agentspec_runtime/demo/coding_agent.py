@@ -1,9 +1,9 @@
 """A LangGraph agent that completes a Python file: look, read, think, write, test, and again if that failed.
 
 A graph of our own (`StateGraph` with a `ToolNode`), not `create_agent`: a model of 135M parameters left to
-itself answers in prose, so `next_step` decides which tool comes next and the server is told to let the model call that
-one (`tool_choice`). What is in the call stays the model's affair: which file, which code. A larger model
-needs none of this, see `examples/langgraph_coding_agent.py`.
+itself answers in prose, so `next_step` decides which tool comes next and the server makes the model call
+that one (`tool_choice`). What is in the call stays the model's affair: which file, which code. A larger
+model needs none of this, see `examples/langgraph_coding_agent.py`.
 
 One worked example stands in the prompt. It is what makes the embedded model write code into a tool call.
 """
@@ -58,7 +58,7 @@ class CodingTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One model call to come: the tool to call, or None for words; what is said to the model first; a bound."""
+    """One model call to come: a tool call or words, what is said to the model first, a bound."""
 
     name: StepName
     max_tokens: int
@@ -106,7 +106,10 @@ class AgentState(TypedDict):
     done: Annotated[list[StepName], operator.add]
 
 
-SYSTEM: Final = "You are a coding agent. You work on small Python files: read the file, write the complete file, run the tests."
+_SYSTEM: Final = (
+    "You are a coding agent. You work on small Python files: "
+    "read the file, write the complete file, run the tests."
+)
 
 
 def _call(name: str, **arguments: str) -> AIMessage:
@@ -142,7 +145,7 @@ def run_coding_task(
     graph = _build(task, workspace, model, log, max_attempts=max_attempts)
     state = graph.invoke(
         {
-            "messages": [SystemMessage(SYSTEM), *_EXAMPLE, HumanMessage(f"Complete {task.name}.py.")],
+            "messages": [SystemMessage(_SYSTEM), *_EXAMPLE, HumanMessage(f"Complete {task.name}.py.")],
             "done": [],
         },
         # The thread id becomes the session of the hints: turns of one task draft from each other.
@@ -189,7 +192,8 @@ def _build(
     builder.add_edge(START, "agent")
     builder.add_conditional_edges("agent", route, ["agent", "tools", END])
     builder.add_edge("tools", "agent")
-    return wrap(builder.compile(name="coder"))
+    graph: CompiledStateGraph[AgentState, None, AgentState, AgentState] = builder.compile(name="coder")
+    return wrap(graph)
 
 
 class _NoArguments(BaseModel):
@@ -197,7 +201,7 @@ class _NoArguments(BaseModel):
 
 
 def _tools(workspace: Workspace, task: CodingTask) -> list[StructuredTool]:
-    """The workspace's tools with schemas that name this project's files, so that a path can be held to them."""
+    """The workspace's tools, with schemas that name this project's files and so hold a path to them."""
     readable: Any = Literal[tuple(sorted(task.files))]
     writable: Any = Literal[f"{task.name}.py"]
     schemas: list[tuple[Any, type[BaseModel]]] = [

@@ -7,7 +7,6 @@ output as it happens; the last line there is the JSON document of `summary.py`.
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
 import time
@@ -39,6 +38,8 @@ __all__ = ["main"]
 _EMBEDDED_FLAGS: Final = ("--enforce-eager", "--dtype=float32", "--max-model-len=4096")
 _ATTEMPTS: Final = 2
 _PIPE_WIDTH: Final = 110
+_SPAN_TIMEOUT_S: Final = 10.0
+"""The engine sends its spans in batches, one second apart at most."""
 _INTERRUPTED: Final = 130
 
 
@@ -54,10 +55,10 @@ class _Options:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; returns the exit code: 0 done, 2 not possible, 130 interrupted."""
-    options = _parse(sys.argv[1:] if argv is None else list(argv))
     console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
     previous = signal.signal(signal.SIGTERM, _terminate)
     try:
+        options = _parse(sys.argv[1:] if argv is None else list(argv))
         line = _Demo(options, console).run()
     except KeyboardInterrupt:
         console.print("stopped; no server is left running")
@@ -85,6 +86,7 @@ class _Demo:
         self._console = console
         self._began_s = time.monotonic()
         self._logs: list[Path] = []
+        self._num_turns = 0
 
     def run(self) -> str:
         """All of it; returns the last line."""
@@ -129,6 +131,7 @@ class _Demo:
         title = "plain vLLM, no drafting" if plain else "structure-aware drafting"
         log_file = options.out / f"server-{side}.log"
         self._logs.append(log_file)
+        self._num_turns = 0
         command = ServerCommand(
             plain=plain,
             port=options.port or free_port(),
@@ -159,8 +162,8 @@ class _Demo:
         self._console.print(f"[dim]{time.monotonic() - self._began_s:4.0f} s[/]  {text}")
 
     def _show_turn(self, turn: Turn) -> None:
-        self._count = getattr(self, "_count", 0) + 1
-        self._say(turn_line(self._count, turn))
+        self._num_turns += 1
+        self._say(turn_line(self._num_turns, turn))
 
     def _show_task(self, result: TaskResult) -> None:
         verdict = "[green]solved[/]" if result.solved else "[yellow]not solved[/]"
@@ -174,7 +177,7 @@ def _with_engine_blocks(turns: Sequence[Turn], receiver: OtlpReceiver) -> list[T
     wanted = len(turns) + 1  # the warm-up has one too
     try:
         spans = receiver.wait_for(
-            lambda seen: sum(span.name == REQUEST_SPAN for span in seen) >= wanted, timeout_s=10.0
+            lambda seen: sum(span.name == REQUEST_SPAN for span in seen) >= wanted, timeout_s=_SPAN_TIMEOUT_S
         )
     except TimeoutError:
         spans = receiver.spans()
@@ -185,7 +188,7 @@ def _parse(argv: Sequence[str]) -> _Options:
     own, extra = _split(argv)
     parser = argparse.ArgumentParser(
         prog="agentspec demo",
-        description="Run a LangGraph coding agent and a Reflexion loop on a plain vLLM server and then on one "
+        description="Run a LangGraph coding agent and a Reflexion loop on a plain vLLM server, then on one "
         "with structure-aware drafting, and compare. The last line printed is one JSON document.",
         epilog="What stands after -- is passed to both servers: agentspec demo --model Qwen/Qwen3-8B -- "
         "--tool-call-parser hermes --enable-auto-tool-choice",

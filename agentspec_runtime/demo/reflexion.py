@@ -102,8 +102,14 @@ class Outcome:
     solved: bool
 
 
-ACT_SYSTEM: Final = "You are a Python programmer. Answer with one code block that holds the complete function and nothing else."
-REFLECT_SYSTEM: Final = "You review a Python function that failed its tests. Say in one or two sentences what is wrong and how to fix it."
+_ACT_SYSTEM: Final = (
+    "You are a Python programmer. "
+    "Answer with one code block that holds the complete function and nothing else."
+)
+_REFLECT_SYSTEM: Final = (
+    "You review a Python function that failed its tests. "
+    "Say in one or two sentences what is wrong and how to fix it."
+)
 
 # Bounds on an answer: a stub and a short body need about 100 tokens, two sentences about 60.
 _PROGRAM_TOKENS: Final = 160
@@ -138,7 +144,7 @@ def solve(
 def act(task: FunctionTask, chat: Chat, *, memory: Sequence[Trial]) -> str:
     """Actor: write the program, with earlier attempts and their reflections in view."""
     messages: list[Message] = [
-        {"role": "system", "content": ACT_SYSTEM},
+        {"role": "system", "content": _ACT_SYSTEM},
         {"role": "user", "content": f"Complete this function:\n```python\n{task.stub}```"},
     ]
     for trial in memory[-_MEMORY_TRIALS:]:
@@ -157,7 +163,7 @@ def reflect(task: FunctionTask, chat: Chat, program: str, evaluation: Evaluation
     """Self-reflection: what the model thinks went wrong, in words, on one line."""
     text = chat(
         [
-            {"role": "system", "content": REFLECT_SYSTEM},
+            {"role": "system", "content": _REFLECT_SYSTEM},
             {
                 "role": "user",
                 "content": f"Task:\n```python\n{task.stub}```\nProgram:\n```python\n{program}```\n"

@@ -78,7 +78,7 @@ def run_python(script: Path, *, folder: Path, limits: Limits | None = None) -> R
     The interpreter runs in isolated mode (`-I`): no `PYTHON*` variables, no user site packages.
     """
     limits = limits or Limits()
-    command = [sys.executable, "-I", "-B", "-c", _BOOTSTRAP, str(folder), str(script)]
+    command = [sys.executable, "-I", "-B", "-u", "-c", _BOOTSTRAP, str(folder), str(script)]
     command += [str(limits.cpu_s), str(limits.memory_mb), str(limits.file_mb)]
     started = time.monotonic()
     # A file, not a pipe: the child's file size limit bounds it, and a grandchild that keeps it open

@@ -1,96 +1,104 @@
-"""What the demo prints: one line per turn while it runs, then three tables for people new to all this."""
+"""What the demo prints: one line per turn while it runs, then tables for people new to all this."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from agentspec_runtime.demo.summary import BlockTotals, DemoSummary, Side
-from agentspec_runtime.demo.turns import Tokens, Turn
+from agentspec_runtime.demo.turns import Block, Tokens, Turn
 
 __all__ = ["print_blocks", "print_result", "print_totals", "print_turns", "turn_line"]
 
-_NUMBERS = ("tokens", "steps", "drafted", "accepted", "rejected")
+_NUMBERS: Final = ("tokens", "steps", "drafted", "accepted", "rejected")
+_MIN_BLOCK_TOKENS: Final = 5
+"""Shorter blocks have no row of their own: they are markers, as `<tool_call>` is (four tokens here)."""
+
+_LEGEND: Final = (
+    "A [bold]turn[/] is one model call; its blocks stand below it. A [bold]step[/] is one run of the model: "
+    "without drafting every token takes one. [bold]Drafted[/] tokens are copied from earlier text and "
+    "checked by the model, all in one step: [bold]accepted[/] ones came for free, [bold]rejected[/] ones "
+    "were thrown away. Times are those of whole turns, reading the prompt included. Blocks under five tokens (markers "
+    "such as <tool_call>) have no row of their own."
+)
 
 
 def turn_line(number: int, turn: Turn) -> str:
     """One line of progress."""
     count = turn.count
-    drafts = f", {count.accepted} of {count.drafted} drafted tokens accepted" if count.drafted else ""
-    what = f"{turn.task} · {turn.step}"
-    return f"{number:>3}  {what:<26} {count.tokens:>4} tokens in {count.steps:>3} steps, {turn.seconds:5.1f} s{drafts}"
+    drafts = f", {count.accepted} of {count.drafted} drafted accepted" if count.drafted else ""
+    what = f"{number:>3}  {f'{turn.task} · {turn.step}':<24}"
+    return f"{what} {count.tokens:>4} tokens in {count.steps:>3} steps, {turn.seconds:5.1f} s{drafts}"
 
 
 def print_turns(console: Console, plain: Side, drafting: Side) -> None:
-    """Every turn and every block of the drafting server; beside it what the turn took on the plain one."""
-    table = Table(title="Every turn, with structure-aware drafting", title_justify="left")
+    """Every turn and block of the drafting server, and what the turn took on the plain one."""
+    table = Table(
+        title="Every turn, with structure-aware drafting", title_justify="left", box=box.SIMPLE_HEAD
+    )
     table.add_column("turn", justify="right")
     for name in ("task", "step", "block"):
         table.add_column(name, no_wrap=True)
     for name in _NUMBERS:
-        table.add_column(name, justify="right")
-    table.add_column("drafting", justify="right")
-    table.add_column("plain", justify="right")
-    same_length = len(plain.turns) == len(drafting.turns)
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("time", justify="right", no_wrap=True)
+    table.add_column("plain", justify="right", no_wrap=True)
+    # After a difference the two runs may take other turns, and a time beside a time would mislead.
+    comparable = [turn.step for turn in plain.turns] == [turn.step for turn in drafting.turns]
+    task = ""
     for index, turn in enumerate(drafting.turns):
-        last_of_task = index + 1 == len(drafting.turns) or drafting.turns[index + 1].task != turn.task
-        plain_time = f"{plain.turns[index].seconds:.2f} s" if same_length else "-"
-        head = [str(index + 1), turn.task, turn.step]
-        times = [f"{turn.seconds:.2f} s", plain_time]
-        if len(turn.blocks) == 1:
-            kind = turn.blocks[0].kind
-            table.add_row(*head, kind, *_cells(turn.count), *times, end_section=last_of_task)
-            continue
-        table.add_row(*head, "", *_cells(turn.count), *times, end_section=last_of_task and not turn.blocks)
-        for position, block in enumerate(turn.blocks):
-            last = last_of_task and position + 1 == len(turn.blocks)
-            cells = [f"[dim]{cell}[/]" for cell in (*_cells(block.count), f"{block.seconds:.2f} s", "")]
-            table.add_row("", "", "", f"[dim]└ {block.kind}[/]", *cells, end_section=last)
+        if turn.task != task and index:
+            table.add_section()
+        first, task = turn.task != task, turn.task
+        plain_time = _time(plain.turns[index].seconds) if comparable else "-"
+        blocks = [block for block in turn.blocks if block.count.tokens >= _MIN_BLOCK_TOKENS]
+        kind = blocks[0].kind if len(blocks) == 1 else ""
+        head = (str(index + 1), task if first else "", turn.step, kind)
+        table.add_row(*head, *_cells(turn.count), _time(turn.seconds), plain_time)
+        for block in blocks if len(blocks) > 1 else []:
+            table.add_row(*_block_row(block), style="dim")
     console.print(table)
-    console.print(
-        "A [bold]turn[/] is one model call. A [bold]step[/] is one run of the model; without drafting each token takes one.\n"
-        "[bold]Drafted[/] tokens were guessed from earlier text and checked by the model in the same step: "
-        "[bold]accepted[/]\nones came for free, [bold]rejected[/] ones were thrown away. The times are whole turns, "
-        "reading the prompt included;\nthat of a block (└) is from its first to its last step."
-    )
+    console.print(_LEGEND)
+    console.print()
+
+
+def _block_row(block: Block) -> tuple[str, ...]:
+    return ("", "", "", f"└ {block.kind}", *_cells(block.count), _time(block.seconds), "")
 
 
 def print_blocks(console: Console, blocks: dict[str, BlockTotals]) -> None:
-    """Totals by kind of block."""
-    table = Table(title="By kind of text", title_justify="left")
+    """Totals by kind of block; nothing where the server reported none."""
+    if not blocks:
+        return
+    table = Table(title="By kind of text", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("block")
     for name in (*_NUMBERS, "tokens per step"):
         table.add_column(name, justify="right")
     for kind, part in blocks.items():
         per_step = f"{part.tokens / part.steps:.2f}" if part.steps else "-"
-        table.add_row(
-            kind,
-            *(str(value) for value in (part.tokens, part.steps, part.drafted, part.accepted, part.rejected)),
-            per_step,
-        )
+        table.add_row(kind, *(str(getattr(part, name)) for name in _NUMBERS), per_step)
     console.print(table)
 
 
 def print_totals(console: Console, summary: DemoSummary) -> None:
     """Both servers side by side."""
-    table = Table(title="Totals", title_justify="left")
+    table = Table(title="Totals", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("")
     table.add_column("plain", justify="right")
     table.add_column("with drafting", justify="right")
     plain, drafting = summary.plain, summary.drafting
-    rows: list[tuple[str, str, str]] = [
-        (name, str(getattr(plain, name)), str(getattr(drafting, name))) for name in _NUMBERS
-    ]
-    rows += [
-        ("tokens per step", f"{plain.tokens_per_step:.2f}", f"{drafting.tokens_per_step:.2f}"),
-        ("time of all turns", f"{plain.seconds:.1f} s", f"{drafting.seconds:.1f} s"),
-        ("tokens per second", f"{plain.tokens_per_s:.1f}", f"{drafting.tokens_per_s:.1f}"),
-        ("tasks solved", f"{plain.solved} of {plain.tasks}", f"{drafting.solved} of {drafting.tasks}"),
-    ]
-    for row in rows:
-        table.add_row(*row)
+    for name in _NUMBERS:
+        table.add_row(name, str(getattr(plain, name)), str(getattr(drafting, name)))
+    table.add_row("tokens per step", f"{plain.tokens_per_step:.2f}", f"{drafting.tokens_per_step:.2f}")
+    table.add_row("time of all turns", f"{plain.seconds:.1f} s", f"{drafting.seconds:.1f} s")
+    table.add_row("tokens per second", f"{plain.tokens_per_s:.1f}", f"{drafting.tokens_per_s:.1f}")
+    table.add_row(
+        "tasks solved", f"{plain.solved} of {plain.tasks}", f"{drafting.solved} of {drafting.tasks}"
+    )
     console.print(table)
 
 
@@ -98,22 +106,25 @@ def print_result(
     console: Console, summary: DemoSummary, plain: Sequence[Turn], drafting: Sequence[Turn]
 ) -> None:
     """The verdict, in words."""
+    same, num_turns = summary.identical_turns, summary.turns
     if summary.identical:
-        console.print(f"Both servers gave the same answers in all {summary.turns} turns, to the character.")
+        console.print(f"Both servers gave the same answers in all {num_turns} turns, to the character.")
     else:
-        console.print(
-            f"[bold]The answers differ[/]: {summary.identical_turns} of {summary.turns} turns are the same."
-        )
+        console.print(f"[bold]The answers differ[/]: only {same} of {num_turns} turns are the same.")
         for number, (left, right) in enumerate(zip(plain, drafting, strict=False), start=1):
             if left.answer != right.answer:
-                console.print(f"First difference in turn {number} ({left.task}, {left.step}).")
+                console.print(f"The first difference is in turn {number} ({left.task}, {left.step}).")
                 break
         console.print(
-            "With temperature 0 this happens where two tokens are so close that the shape of the computation decides\n"
-            "(half precision, mostly). In float32, report it as a defect."
+            "At temperature 0 that happens where two tokens are so close that the order of additions\n"
+            "decides (half precision, mostly). In float32 on one machine, please report it."
         )
-    console.print(f"The same work took [bold]{summary.speedup:.2f}[/] times as long on the plain server.")
+    console.print(f"The plain server took [bold]{summary.speedup:.2f}[/] times as long for the same work.")
 
 
 def _cells(count: Tokens) -> list[str]:
     return [str(getattr(count, name)) for name in _NUMBERS]
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s"

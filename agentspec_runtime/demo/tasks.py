@@ -43,11 +43,11 @@ CODING_TASKS: Final = (
         "assert is_prime(2)\n    assert not is_prime(1)\n    assert not is_prime(0)\n    assert is_prime(97)",
     ),
     _coding(
-        "square",
-        "n",
-        "Return n squared.",
-        "assert square(3) == 9",
-        "assert square(-2) == 4\n    assert square(0) == 0",
+        "area",
+        "width, height",
+        "Return the area of a rectangle.",
+        "assert area(2, 3) == 6",
+        "assert area(0, 3) == 0\n    assert area(1.5, 2) == 3",
     ),
     _coding(
         "factorial",

@@ -50,6 +50,7 @@ class DraftingConfig:
             `slab.BYTES_PER_TOKEN` bytes and extents are powers of two, so plan for up to twice that.
         max_requests: rows that exist at first; grows by doubling.
         max_namespaces: tenants remembered at the same time; the least recently used one goes first.
+        max_sessions: sessions remembered per namespace, beyond those in use; likewise.
         max_session_tokens: text kept per session; its older half goes when it is full.
         max_corpus_tokens: earlier outputs kept per namespace; likewise.
         candidates_per_source: occurrences looked at per source, newest first. 12 does as well as 48
@@ -63,6 +64,7 @@ class DraftingConfig:
     memory_mb: int = 512
     max_requests: int = 256
     max_namespaces: int = 64
+    max_sessions: int = 4096
     max_session_tokens: int = 1 << 18
     max_corpus_tokens: int = 1 << 18
     candidates_per_source: int = 12

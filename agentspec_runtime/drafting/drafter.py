@@ -98,15 +98,20 @@ class _Request:
     start: int
     """Prompt position at which the own extent begins."""
     shared: tuple[tuple[int, int], ...]
+    """Where the text before `start` (and the overlap) lies in the session's log."""
+    epoch: int
+    """Of the session's log when `shared` was taken from it."""
     keys: Sequence[Hashable]
     block_tokens: int
     early: list[int]
     """Output that came before the prompt was stored (a prefix-cache hit can be faster than we are)."""
     draft: Draft | None = None
+    cut_off: bool = False
+    """There was no memory for some of its output: a text with a hole is not drafted from, nor kept."""
 
     @property
     def ready(self) -> bool:
-        return self.taken >= self.prompt_len and not self.early
+        return self.taken >= self.prompt_len and not self.early and not self.cut_off
 
 
 class Drafter:
@@ -151,12 +156,17 @@ class Drafter:
         if new:
             self.models.reset(namespace.model)
         session = self._find_session(namespace, scope, req_id, keys)
+        row = self._rows.take()
+        # Both are in use from here on: making room below must not throw them out.
+        namespace.rows.add(row)
+        if session is not None:
+            session.rows.add(row)
         shared, num_shared = self._shared_text(session, keys, block_tokens)
         start = max(num_shared - _OVERLAP, 0)
         extent = self.memory.allocate(len(prompt) - start + _RESERVE)
         if extent is None:
+            self._let_go(row, namespace, session)
             return False
-        row = self._rows.take()
         fields = self._rows.fields[row]
         fields[Field.BASE], fields[Field.SIZE] = extent
         fields[Field.MODEL] = namespace.model
@@ -176,13 +186,12 @@ class Drafter:
             taken=start,
             start=start,
             shared=shared,
+            epoch=session.log.epoch if session is not None else 0,
             keys=keys,
             block_tokens=block_tokens,
             early=[],
         )
-        namespace.rows.add(row)
         if session is not None:
-            session.rows.add(row)
             self._point_at_session(session)
         if scope.reach == "corpus":
             namespace.readers.add(row)
@@ -198,16 +207,13 @@ class Drafter:
         request = self._requests.pop(req_id, None)
         if request is None:
             return
-        row = request.row
-        fields = self._rows.fields[row]
-        if keep and request.ready:
-            self._keep_text(request, fields, keys)
-        self.memory.slab.release(int(fields[Field.BASE]), int(fields[Field.SIZE]))
-        request.namespace.rows.discard(row)
-        request.namespace.readers.discard(row)
-        if request.session is not None:
-            request.session.rows.discard(row)
-        self._rows.give_back(row)
+        fields = self._rows.fields[request.row]
+        try:
+            if keep and request.ready:
+                self._keep_text(request, fields, keys)
+        finally:
+            self.memory.slab.release(int(fields[Field.BASE]), int(fields[Field.SIZE]))
+            self._let_go(request.row, request.namespace, request.session)
 
     def forget(self, namespace: str) -> None:
         """Drop everything that a namespace has stored and learned; its running requests keep theirs."""
@@ -244,7 +250,7 @@ class Drafter:
                 self._intake.popleft()
                 if request.early:
                     early, request.early = request.early, []
-                    self._store(req_id, request, np.asarray(early, np.int32))
+                    self._store(req_id, request, as_tokens(early, self.vocabulary.vocab_size))
         if left > 0:
             done, changed = self.memory.index_slice(left)
             left -= done
@@ -288,7 +294,9 @@ class Drafter:
         """Take in what the target model emitted (stop handling done), one sequence per request."""
         offsets = np.zeros(len(req_ids) + 1, np.int64)
         np.cumsum([len(ids) for ids in new_ids], out=offsets[1:])
-        tokens = np.fromiter(chain.from_iterable(new_ids), np.int64, int(offsets[-1]))
+        tokens = as_tokens(
+            np.fromiter(chain.from_iterable(new_ids), np.int64, int(offsets[-1])), self.vocabulary.vocab_size
+        )
         kinds = np.zeros(tokens.size, np.int8)
         blocks = np.zeros(tokens.size, np.int32)
         rows: list[int] = []
@@ -297,14 +305,15 @@ class Drafter:
             if request is None:
                 rows.append(-1)
             elif not request.ready:
-                request.early.extend(new_ids[i])
+                if not request.cut_off:
+                    request.early.extend(new_ids[i])
                 rows.append(-1)
             else:
                 rows.append(request.row if self._make_room(req_id, request, len(new_ids[i])) else -1)
         if rows and min(rows) >= 0:
-            self._take_verdicts(np.array(rows, np.int64), tokens.astype(np.int32), offsets, kinds, blocks)
+            self._take_verdicts(np.array(rows, np.int64), tokens, offsets, kinds, blocks)
         else:
-            self._take_some(rows, tokens.astype(np.int32), offsets, kinds, blocks)
+            self._take_some(rows, tokens, offsets, kinds, blocks)
         return BatchObserved(kinds, blocks, offsets)
 
     # The same for one request, for tests, the simulator and readers
@@ -332,6 +341,13 @@ class Drafter:
         return Observed(accepted=accepted, discarded=0, spans=batch.spans(0))
 
     # Internals
+
+    def _let_go(self, row: int, namespace: Namespace, session: Session | None) -> None:
+        namespace.rows.discard(row)
+        namespace.readers.discard(row)
+        if session is not None:
+            session.rows.discard(row)
+        self._rows.give_back(row)
 
     def _walk(
         self,
@@ -428,7 +444,7 @@ class Drafter:
         length, indexed = int(fields[Field.LENGTH]), int(fields[Field.INDEXED])
         end = min(request.taken + budget, request.prompt_len)
         if end > request.taken:
-            tokens = as_tokens(request.prompt, request.taken, end, self.vocabulary.vocab_size)
+            tokens = as_tokens(request.prompt[request.taken : end], self.vocabulary.vocab_size)
             slab.tokens[base + length : base + length + tokens.size] = tokens
             length += int(tokens.size)
             fields[Field.LENGTH] = length
@@ -457,6 +473,7 @@ class Drafter:
             return True
         extent = self.memory.allocate(max(2 * size, length + num_tokens))
         if extent is None:
+            request.cut_off = True
             return False
         slab = self.memory.slab
         base = int(fields[Field.BASE])
@@ -481,8 +498,12 @@ class Drafter:
             return
         num_shared = sum(n for _, n in request.shared)
         fresh = own[num_shared - request.start :]
-        before = session.log.epoch
         offset = self.memory.append(session.log, fresh, session)
+        intact = request.epoch == session.log.epoch
+        if not intact:
+            for row in session.rows:
+                # Other text lies there now.
+                self._rows.fields[row, Field.OWN_LOW] = self._rows.fields[row, Field.OWN_HIGH] = 0
         self._point_at_session(session)
         if offset is None or not keys:
             return
@@ -491,9 +512,9 @@ class Drafter:
                 self.memory.add_tip(request.namespace, tip[0], session)
         # What was shared is still where it was only if the log did not move, and a text that was cut to
         # its end has no start to share.
-        if before == session.log.epoch and fresh.size <= session.log.limit // 2:
+        if intact and fresh.size <= session.log.limit // 2:
             pieces = join_pieces(request.shared, offset, int(fresh.size))
-            session.documents.append(Document(pieces, tuple(keys), request.block_tokens, before))
+            session.documents.append(Document(pieces, tuple(keys), request.block_tokens, session.log.epoch))
 
     def _point_at_session(self, session: Session) -> None:
         for row in session.rows:

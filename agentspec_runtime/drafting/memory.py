@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from agentspec_runtime.drafting.draft import DraftingConfig, Int32Array
 from agentspec_runtime.drafting.index import insert_positions
@@ -23,7 +24,6 @@ __all__ = ["Document", "DraftMemory", "Namespace", "Session", "TextLog"]
 
 _MAX_DOCUMENTS: Final = 4
 """Request texts remembered per session for prefix sharing: the last one of a few parallel agents."""
-_MAX_SESSIONS: Final = 4096
 _MAX_TIPS: Final = 8192
 
 
@@ -110,11 +110,10 @@ class DraftMemory:
         """The session of this name, made if need be."""
         found = namespace.sessions.get(key)
         if found is None:
-            limit = self.config.max_session_tokens
-            found = Session(key=key, log=TextLog(limit))
-            namespace.sessions[key] = found
-            if len(namespace.sessions) > _MAX_SESSIONS:
+            if len(namespace.sessions) >= self.config.max_sessions:
                 self._evict_session(namespace)
+            found = Session(key=key, log=TextLog(self.config.max_session_tokens))
+            namespace.sessions[key] = found
         namespace.sessions.move_to_end(key)
         return found
 
@@ -132,6 +131,7 @@ class DraftMemory:
             log.epoch += 1
             need = keep + tokens.size
         if need > log.size and not self._grow(log, need):
+            self._to_index.append((log, owner))  # what was kept has lost its index
             return None
         offset = log.length
         self.slab.tokens[log.base + offset : log.base + need] = tokens
@@ -183,6 +183,8 @@ class DraftMemory:
     def add_tip(self, namespace: Namespace, key: Hashable, session: Session) -> None:
         """Remember that a text ending in this block belongs to this session."""
         known = namespace.tips.get(key, session.key)
+        if known is not None and known not in namespace.sessions:
+            known = session.key  # the one that it belonged to has been evicted
         namespace.tips[key] = session.key if known == session.key else None
         namespace.tips.move_to_end(key)
         if len(namespace.tips) > _MAX_TIPS:
@@ -266,10 +268,9 @@ def join_pieces(
     return (*pieces, (offset, num_tokens))
 
 
-def as_tokens(values: Sequence[int] | Int32Array, start: int, end: int, vocab_size: int) -> Int32Array:
-    """A slice of a prompt as ids; an id that the vocabulary does not have becomes 0."""
-    part = np.asarray(values[start:end], dtype=np.int64)
-    bad = (part < 0) | (part >= vocab_size)
-    if bad.any():
-        part = np.where(bad, 0, part)
-    return part.astype(np.int32)
+def as_tokens(values: Sequence[int] | npt.NDArray[np.integer], vocab_size: int) -> Int32Array:
+    """Ids as the kernels take them, unchecked: one that the vocabulary does not have becomes 0."""
+    ids = np.asarray(values, dtype=np.int64)
+    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
+        ids = np.where((ids < 0) | (ids >= vocab_size), 0, ids)
+    return ids.astype(np.int32)

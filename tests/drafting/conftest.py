@@ -1,0 +1,5 @@
+"""Assertions in the shared modules of these tests are explained like those of the tests."""
+
+import pytest
+
+pytest.register_assert_rewrite("drafter_conformance", "drafting_support", "explained")

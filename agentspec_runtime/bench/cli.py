@@ -25,6 +25,7 @@ app = typer.Typer(
     name="bench",
     help="Measure before deciding: recorded agent runs against every drafting method, at your concurrency.",
     no_args_is_help=True,
+    add_completion=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -50,7 +51,12 @@ class Switch(StrEnum):
 
 TracesOption = Annotated[
     list[Path],
-    typer.Option("--traces", exists=True, dir_okay=False, help="Recording, JSON Lines or .gz. Repeatable."),
+    typer.Option("--traces", exists=True, dir_okay=False, help="Recordings, JSON Lines or .gz: FILE..."),
+]
+MoreTraces = Annotated[
+    list[Path] | None,
+    # `--traces A B C`: an option takes one word, so the others arrive as arguments.
+    typer.Argument(exists=True, dir_okay=False, hidden=True),
 ]
 ModelOption = Annotated[
     str | None,
@@ -74,6 +80,7 @@ SideOption = Annotated[
 @app.command()
 def simulate(
     traces: TracesOption,
+    more_traces: MoreTraces = None,
     model: ModelOption = None,
     chat_template: TemplateOption = None,
     methods: Annotated[str, typer.Option(help="Comma-separated.")] = _ALL_METHODS,
@@ -102,7 +109,7 @@ def simulate(
     console = Console()
     costs = [_cost(name) for name in cost or ()]
     plan = Plan(
-        files=tuple(traces),
+        files=(*traces, *(more_traces or ())),
         model=model or _embedded_model(console.print),
         chat_template=chat_template,
         methods=tuple(_names(methods)),
@@ -123,7 +130,7 @@ def simulate(
         for curve in costs:
             console.print(tables.goodput(curve.name, priced[index, curve.name]))
     if out is not None:
-        provenance = asdict(collect_provenance(files=traces, notes={"set_aside": set_aside.value}))
+        provenance = asdict(collect_provenance(files=plan.files, notes={"set_aside": set_aside.value}))
         document = {
             "provenance": provenance,
             "workloads": [asdict(result) for result in results],
@@ -140,6 +147,7 @@ def simulate(
 def replay(
     traces: TracesOption,
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder of the results; run again to continue.")],
+    more_traces: MoreTraces = None,
     model: ModelOption = None,
     chat_template: TemplateOption = None,
     methods: Annotated[
@@ -179,7 +187,7 @@ def replay(
 
     console = Console()
     plan = ReplayPlan(
-        files=tuple(traces),
+        files=(*traces, *(more_traces or ())),
         model=model or _embedded_model(console.print),
         out=out,
         methods=tuple(split_methods(methods)),

@@ -16,6 +16,7 @@ has no ttft: it is left out there and counted as mismatched.
     decode_tok_s      output tokens of steps without prompt tokens / time of those steps
     tokens_per_step   output tokens / (request, step) pairs that sampled, with drafts or without
     rejected          drafted - accepted; tokens behind the end of an answer are rejected
+    fillers           tokens that vLLM verified in place of drafts near the context limit; not in drafted
     batch_histogram   engine steps by number of requests that sampled
 """
 
@@ -50,6 +51,7 @@ class StepRecord:
     tokens: int
     prompt_tokens: int
     preempted: int
+    fillers: int
     rows: tuple[tuple[int, int, int], ...]
 
 
@@ -120,6 +122,7 @@ class ResultRow:
     mismatched: int = 0
     preemptions: int = 0
     prefix_hit_rate: float = 0.0
+    fillers: int = 0
 
 
 def percentiles(values: Iterable[float]) -> tuple[float | None, float | None, float | None]:
@@ -195,6 +198,7 @@ def measure_cell(
         turn_quantiles=_quantiles(turns),
         mismatched=sum(turn.mismatched for turn in turns),
         preemptions=sum(step.preempted for step in steps),
+        fillers=sum(step.fillers for step in steps),
         prefix_hit_rate=round(sum(t.cached_tokens for t in turns) / prompt_tokens, 4)
         if prompt_tokens
         else 0.0,

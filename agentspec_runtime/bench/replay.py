@@ -168,7 +168,7 @@ def measure_raw(key: CellKey, raw_file: Path, sums: SchedulerSums | None) -> Res
 
 
 def _step(entry: list[object]) -> StepRecord:
-    begin_s, sampled_s, draft_s, tokens, prompt_tokens, preempted, rows = entry
+    begin_s, sampled_s, draft_s, tokens, prompt_tokens, preempted, fillers, rows = entry
     assert isinstance(rows, list)  # noqa: S101 - for the type checker: the worker wrote it
     return StepRecord(
         begin_s=float(str(begin_s)),
@@ -177,6 +177,7 @@ def _step(entry: list[object]) -> StepRecord:
         tokens=int(str(tokens)),
         prompt_tokens=int(str(prompt_tokens)),
         preempted=int(str(preempted)),
+        fillers=int(str(fillers)),
         rows=tuple((row[0], row[1], row[2]) for row in rows),
     )
 

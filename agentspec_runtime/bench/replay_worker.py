@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
@@ -95,7 +95,11 @@ class _Runner(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class _Step:
-    """One engine step as the worker saw it. `counts` is int64[2, rows]: accepted and emitted."""
+    """One engine step as the worker saw it.
+
+    `fillers` are draft tokens by request that no drafter made: near the context limit vLLM's runner gives
+    every request zeros to verify. `counts` is int64[3, rows]: accepted, emitted, whether the row sampled.
+    """
 
     begin_s: float
     sampled_s: float = 0.0
@@ -103,6 +107,7 @@ class _Step:
     prompt_tokens: int = 0
     tokens: int = 0
     preempted: int = 0
+    fillers: dict[str, int] = field(default_factory=dict)
     drafted: Sequence[int] = ()
     counts: torch.Tensor | None = None
 
@@ -174,6 +179,7 @@ class _Forcing:
             preempted=len(scheduled.preempted_req_ids or ()),
         )
         decode = scheduled.scheduled_spec_decode_tokens
+        self._step.fillers = {req_id: len(ids) for req_id, ids in decode.items() if ids and not any(ids)}
         self._step.prompt_tokens = sum(
             count - 1 - len(decode.get(req_id, ()))
             for req_id, count in scheduled.num_scheduled_tokens.items()
@@ -215,7 +221,9 @@ class _Forcing:
         discarded = torch.from_numpy(self._runner.discard_request_mask.np[:num_reqs].astype(bool))
         left = (per_row[1] - index)[first_rows]
         left = left.masked_fill(discarded.to(logits.device), 0)
-        self._note(drafted, left, sampled.sampled_token_ids)
+        fillers = self._step.fillers
+        made = [0 if r in fillers else n for r, n in zip(batch.req_ids, drafted, strict=True)]
+        self._note(made, left, sampled.sampled_token_ids)
         return sampled
 
     def _note(self, drafted: Sequence[int], left: torch.Tensor, sampled: torch.Tensor) -> None:
@@ -231,7 +239,7 @@ class _Forcing:
         self.steps.append(self._step)
 
     def take(self) -> list[list[object]]:
-        """Steps since the last call: [begin, sampled, draft, tokens, prompt tokens, preempted, rows].
+        """Steps since the last call: [begin, sampled, draft, tokens, prompt, preempted, fillers, rows].
 
         Every row is [drafted, accepted, emitted] of one request that sampled. Times in seconds.
         """
@@ -250,6 +258,7 @@ class _Forcing:
                     step.tokens,
                     step.prompt_tokens,
                     step.preempted,
+                    sum(step.fillers.values()),
                     rows,
                 ]
             )

@@ -111,6 +111,7 @@ def test_a_calibration_point_is_the_median_of_full_decode_steps() -> None:
             tokens=requests,
             prompt_tokens=prompt,
             preempted=0,
+            fillers=0,
             rows=((0, 0, 1),) * requests,
         )
 

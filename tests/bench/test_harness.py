@@ -147,6 +147,7 @@ def step(begin_s: float, rows: list[tuple[int, int, int]], prompt_tokens: int = 
         tokens=1,
         prompt_tokens=prompt_tokens,
         preempted=1,
+        fillers=0,
         rows=tuple(rows),
     )
 

@@ -97,7 +97,7 @@ def extension() -> ReplayExtension:
 
 
 def taken(extension: ReplayExtension) -> list[list[list[int]]]:
-    return [step[6] for step in json.loads(extension.replay_take())]
+    return [step[7] for step in json.loads(extension.replay_take())]
 
 
 def test_recorded_tokens_win_wherever_the_row_stands(extension: ReplayExtension) -> None:
@@ -127,6 +127,16 @@ def test_drafts_behind_the_end_count_as_rejected(extension: ReplayExtension) -> 
     out = runner.step(extension, [("a", 4, 4, [12, 13, 1, 2])])
     assert out[0][:2] == [12, 13]
     assert taken(extension) == [[[4, 2, 2]]]
+
+
+def test_zeros_that_no_drafter_made_are_counted_apart(extension: ReplayExtension) -> None:
+    runner: Any = extension.model_runner
+    runner.add("a", [11, 12, 13])
+    runner.add("b", [21, 22, 23])
+    runner.step(extension, [("a", 4, 4, [0, 0, 0]), ("b", 9, 9, [22, 0])])
+    [step] = json.loads(extension.replay_take())
+    assert step[6] == 3
+    assert step[7] == [[0, 0, 1], [2, 1, 2]]
 
 
 def test_prompt_chunks_and_recomputed_tokens_are_no_output(extension: ReplayExtension) -> None:

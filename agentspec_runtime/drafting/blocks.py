@@ -7,7 +7,10 @@ Rules, in the order in which they bind:
   JSON are text of the call, not code.
 - Reasoning runs from `<think>` to `</think>`.
 - A code fence opens with three or more backticks at the start of a line and closes with at least as
-  many, alone on their line (CommonMark), so a shorter fence inside a longer one stays inside.
+  many, alone on their line (CommonMark), so a shorter fence inside a longer one stays inside. Another
+  backtick on the opening line makes it inline code after all.
+- An answer may begin in a block because a hint says so. Code that was only announced has no fence to
+  close: it lasts until something opens.
 
 It sees only what the model emits. Text of users and tools cannot forge a block, and a block changes
 nothing but how likely a draft is thought to be.
@@ -47,7 +50,8 @@ _PATTERN_FROM = np.array([f for _, f, _ in _PATTERNS], np.int64)
 _PATTERN_TO = np.array([t for _, _, t in _PATTERNS], np.int64)
 _NUM_PATTERNS = len(_PATTERNS)
 
-# State of one answer, int32[STATE_SIZE]: block kind; backticks of the open fence; length of the present
+# State of one answer, int32[STATE_SIZE]: block kind; backticks of the open fence (0 in code that was only
+# announced); length of the present
 # run of backticks (-1: not at the start of a line); 1 while on the line that opened the fence; 1 if a
 # closing fence waits for its line end; then how far each pattern has matched.
 _KIND = 0
@@ -84,23 +88,30 @@ def _fence(state, byte):
     """Follow backticks at the start of a line; returns the block kind after this byte."""
     kind = state[_KIND]
     ticks = state[_TICKS]
+    fence = state[_FENCE]
     if byte == _NEWLINE:
-        if kind == _CODE and state[_OPENING] == 0 and (state[_CLOSING] == 1 or ticks >= state[_FENCE]):
+        closed = state[_CLOSING] == 1 or ticks >= fence
+        if kind == _CODE and fence > 0 and state[_OPENING] == 0 and closed:
             kind = _TEXT
+            state[_FENCE] = 0
         state[_TICKS] = 0
         state[_OPENING] = 0
         state[_CLOSING] = 0
+    elif byte == _TICK and state[_OPENING] == 1 and ticks < 0:
+        kind = _TEXT
+        state[_FENCE] = 0
+        state[_OPENING] = 0
     elif byte == _TICK and ticks >= 0 and state[_CLOSING] == 0:
         state[_TICKS] = ticks + 1
         if state[_OPENING] == 1:
             state[_FENCE] += 1
-        elif kind == _TEXT and ticks == 2:
+        elif fence == 0 and ticks == 2:
             kind = _CODE
             state[_FENCE] = 3
             state[_OPENING] = 1
     elif byte in (_SPACE, _TAB, _RETURN):
         if ticks > 0:
-            if kind == _CODE and state[_OPENING] == 0 and ticks >= state[_FENCE]:
+            if kind == _CODE and state[_OPENING] == 0 and ticks >= fence > 0:
                 state[_CLOSING] = 1
             state[_TICKS] = -1
     else:
@@ -127,8 +138,10 @@ def advance_block(state, text, start, end):
                 at = 1 if byte == _PATTERN_BYTES[begin] else 0
             if at == size:
                 at = 0
-                if state[_KIND] == _PATTERN_FROM[k] and kind == state[_KIND]:
+                announced = kind == _CODE and state[_FENCE] == 0 and _PATTERN_FROM[k] == _TEXT
+                if kind == state[_KIND] and (kind == _PATTERN_FROM[k] or announced):
                     kind = _PATTERN_TO[k]
+                    state[_TICKS] = -1
             state[_PROGRESS + k] = at
             begin = _PATTERN_ENDS[k]
         state[_KIND] = kind

@@ -368,7 +368,7 @@ class DrafterConformance:
         prompt = list(range(20)) * 3
         for i in range(self.num_short_sessions):
             name = f"r{i}"
-            drafter.start(name, prompt, scope=DraftScope(namespace=f"n{i % 6}", session=name))
+            drafter.start(name, prompt, scope=DraftScope(namespace=f"n{i % 3}", session=name))
             drafter.work()
             drafter.observe_batch([name], [[1, 2, 3]])
             drafter.finish(name, keep=i % 5 != 0)

@@ -74,13 +74,14 @@ class Request:
     """A request of the SDK that is a model call."""
 
     client: Any
+    base_url: str
     options: Options
     operation: Operation
     stream: bool
     body: Mapping[str, object]
 
 
-def find_request(client: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Request | None:
+def find_request(client: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Request | None:
     """The model call in the arguments of the SDK's `request(cast_to, options, *, stream, stream_cls)`."""
     options = kwargs["options"] if "options" in kwargs else args[1]
     if options.method.lower() != "post":
@@ -92,6 +93,7 @@ def find_request(client: object, args: tuple[Any, ...], kwargs: Mapping[str, Any
     body = {**options.json_data, **extra} if extra else options.json_data
     return Request(
         client=client,
+        base_url=str(client.base_url),
         options=options,
         operation=operation,
         stream=bool(kwargs.get("stream")),
@@ -99,6 +101,7 @@ def find_request(client: object, args: tuple[Any, ...], kwargs: Mapping[str, Any
     )
 
 
+_EMPTY: Final = CallContext()
 _sending: ContextVar[Call | None] = ContextVar("agentspec_sending", default=None)
 
 
@@ -150,7 +153,7 @@ class Call:
     def _hint(self) -> Hint | None:
         hint = wire.build_hint(self._context, turn=self._turn, body=self._request.body, kinds=result_kinds())
         # The number of tools says nothing that the request does not say: with no context, no hint.
-        return hint if hint.model_copy(update={"tools": None}) != Hint() else None
+        return hint if hint.marks or self._context != _EMPTY else None
 
     def _headers(self) -> dict[str, str]:
         session = self._context.session
@@ -160,12 +163,12 @@ class Call:
 
     def _start(self, hint: Hint | None, headers: MutableMapping[str, str]) -> CallStart:
         request, context = self._request, self._context
-        url = urlsplit(str(request.client.base_url))
+        url = urlsplit(request.base_url)
         model = request.body.get("model")
         return CallStart(
             operation=request.operation,
             model=model if isinstance(model, str) else None,
-            base_url=str(request.client.base_url),
+            base_url=request.base_url,
             server_address=url.hostname,
             server_port=url.port,
             stream=request.stream,
@@ -275,7 +278,7 @@ class Call:
         return CallReport(
             operation=self._request.operation,
             model=model if isinstance(model, str) else None,
-            base_url=str(self._request.client.base_url),
+            base_url=self._request.base_url,
             session=context.session.id if context.session is not None else None,
             agent=context.agent,
             parent=context.parent,

@@ -154,11 +154,13 @@ class Capability:
 
     def _claim(self, client: Client, url: str) -> Literal["yes", "no", "wait"] | None:
         """The answer, or "wait" while another call is asking, or None: the caller has to ask now."""
-        if self.servers == "off" or _is_hosted(client, url):
+        if self.servers == "off" or _is_azure(client):
             return "no"
         server = self._known.get(url)
         if server is not None and server.answer is not None:
             return "yes" if server.answer else "no"
+        if _is_hosted(url):
+            return "no"
         if self.servers == "always":
             return "yes"
         if isinstance(self.servers, frozenset):
@@ -197,9 +199,11 @@ def _shown(url: str) -> str:
     return f"{parts.scheme}://{parts.hostname or ''}{f':{parts.port}' if parts.port else ''}{parts.path}"
 
 
-def _is_hosted(client: Client, url: str) -> bool:
-    if any(kind.__name__ == "BaseAzureClient" for kind in type(client).__mro__):
-        return True
+def _is_azure(client: Client) -> bool:
+    return any(kind.__name__ == "BaseAzureClient" for kind in type(client).__mro__)
+
+
+def _is_hosted(url: str) -> bool:
     host = urlsplit(url).hostname or ""
     return any(host == name or host.endswith(name) for name in _HOSTED)
 

@@ -138,6 +138,11 @@ def instrument(
 
         recorder = Recorder(Path(record))
     wanted = Settings(Capability(read_servers(servers)), recorder)
+    with shielded("looking for OpenTelemetry"):
+        # A program that has OpenTelemetry set up gets its spans without a second line.
+        from agentspec_runtime.telemetry.client import ensure_span_observers  # loads OTel's API
+
+        ensure_span_observers()
     return _state.put(wanted, replace=servers is not None or record is not None)
 
 

@@ -14,10 +14,10 @@ raises is logged once per observer and dropped: watching never changes what happ
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from threading import Lock
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Final, Generic, Literal, Protocol, TypeVar
 
 from agentspec_runtime.client.report import CallReport, Operation
 from agentspec_runtime.client.shield import shielded
@@ -152,13 +152,13 @@ def _shield(observer: object) -> shielded:
     return shielded(f"observer {type(observer).__name__}", id(observer))
 
 
+_NOTHING: Final = nullcontext()
+
+
 @contextmanager
 def _active(
     tokens: tuple[tuple[CallObserver, object], ...] | tuple[tuple[BoundaryObserver, object], ...],
 ) -> Iterator[None]:
-    if not tokens:
-        yield
-        return
     with ExitStack() as stack:
         for observer, token in tokens:
             with _shield(observer):
@@ -188,7 +188,7 @@ class CallWatch:
 
     def active(self) -> AbstractContextManager[None]:
         """Enter every observer's `active`; to be left in the same frame."""
-        return _active(self._tokens)
+        return _active(self._tokens) if self._tokens else _NOTHING
 
     def finish(self, report: CallReport, error: BaseException | None) -> None:
         """Tell every observer that the call is over."""
@@ -211,7 +211,7 @@ class BoundaryWatch:
 
     def active(self) -> AbstractContextManager[None]:
         """Enter every observer's `active`; to be left in the same frame."""
-        return _active(self._tokens)
+        return _active(self._tokens) if self._tokens else _NOTHING
 
     def finish(self, error: BaseException | None) -> None:
         """Tell every observer that the run is over; control flow counts as no error."""

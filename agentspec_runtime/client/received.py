@@ -16,8 +16,8 @@ _TERMINAL_EVENTS = frozenset({"response.completed", "response.incomplete", "resp
 
 
 def pick(value: object, name: str) -> object:
-    """Field of a mapping or of an SDK model (vLLM's own fields are pydantic extras there)."""
-    if isinstance(value, Mapping):
+    """Field of decoded JSON or of an SDK model (vLLM's own fields are pydantic extras there)."""
+    if isinstance(value, dict):
         return value.get(name)
     return getattr(value, name, None)
 

@@ -24,9 +24,7 @@ from agentspec_runtime.client.shield import attempt
 __all__ = ["BodyReader", "HttpResponse", "Reader", "SseFilter", "tap"]
 
 _EVENT_END: Final = re.compile(rb"\r\n\r\n|\n\n|\r\r")
-_WORTH_READING: Final = re.compile(
-    rb'"usage"\s*:\s*\{|"error"\s*:\s*[{"]|"finish_reason"\s*:\s*"|"type"\s*:\s*"response\.(?:completed|incomplete|failed)"'
-)
+_TERMINAL: Final = frozenset({"response.completed", "response.incomplete", "response.failed"})
 _MAX_BODY: Final = 16 << 20
 """Bytes of a JSON body that are kept to read its usage; a larger one passes unread."""
 
@@ -126,7 +124,7 @@ class SseFilter:
 
     def feed(self, data: bytes) -> bytes:
         """Take the next bytes; returns those that go on to the caller."""
-        if self.complete:
+        if self.complete or (self._started and self._nothing_in(data)):
             return data
         self._buffer += data
         out: list[bytes] = []
@@ -139,6 +137,11 @@ class SseFilter:
             return data
         out.append(self._rest())
         return b"".join(out)
+
+    def _nothing_in(self, data: bytes) -> bool:
+        """Whether these bytes are whole events that nobody here has to look at; true of most."""
+        idle = not (self._every or self._held or self._buffer)
+        return idle and data.endswith(b"\n\n") and not _is_worth_reading(data)
 
     def _rest(self) -> bytes:
         """What follows the end of the answer is not looked at."""
@@ -155,20 +158,19 @@ class SseFilter:
         return rest
 
     def _event(self, raw: bytes, out: list[bytes]) -> None:
-        data = _data_of(raw)
-        if data.startswith(b"[DONE]"):
-            self.complete = True
-            out.extend((*self._held, raw))
-            self._held.clear()
-            return
         event: Mapping[str, object] | None = None
-        if self._every or not self._started or _WORTH_READING.search(data):
+        if self._every or not self._started or _is_worth_reading(raw):
+            data = _data_of(raw)
+            if data.startswith(b"[DONE]"):
+                self.complete = True
+                out.extend((*self._held, raw))
+                self._held.clear()
+                return
             event = _decode(data)
         if event is not None:
             self._sink(event)
             self._started = self._started or carries_token(event)
-            if str(event.get("type", "")) in ("response.completed", "response.incomplete", "response.failed"):
-                self.complete = True
+            self.complete = str(event.get("type")) in _TERMINAL
         if not self._hide:
             return
         if event is not None and is_usage_only(event):
@@ -188,6 +190,18 @@ class SseFilter:
                 self._held[0] = b"data: " + text.encode("utf-8", "surrogatepass") + b"\n\n"
         out.extend(self._held)
         self._held.clear()
+
+
+def _is_worth_reading(raw: bytes) -> bool:
+    """Whether raw events may say something about usage, errors or an end; cheap, and true too often."""
+    return (
+        b'"usage"' in raw
+        or b"[DONE]" in raw
+        or b'"error"' in raw
+        or b'_reason":"' in raw
+        or b'_reason": "' in raw
+        or b'"response.' in raw
+    )
 
 
 def _ends_choice(event: Mapping[str, object]) -> bool:

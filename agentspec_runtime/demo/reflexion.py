@@ -20,12 +20,14 @@ from typing import Final, Literal, Protocol, TypedDict
 from agentspec_runtime.demo.sandbox import Limits, run_python
 
 __all__ = [
+    "Actor",
     "Chat",
     "Check",
     "Evaluation",
     "FunctionTask",
     "Message",
     "Outcome",
+    "Reflector",
     "Trial",
     "act",
     "evaluate",
@@ -102,6 +104,22 @@ class Outcome:
     solved: bool
 
 
+class Actor(Protocol):
+    """Writes a program, with the earlier trials in view."""
+
+    def __call__(self, task: FunctionTask, chat: Chat, memory: Sequence[Trial], /) -> str:
+        """Source of the program."""
+        ...
+
+
+class Reflector(Protocol):
+    """Says in words what was wrong with a program."""
+
+    def __call__(self, task: FunctionTask, chat: Chat, program: str, evaluation: Evaluation, /) -> str:
+        """The reflection, on one line."""
+        ...
+
+
 _ACT_SYSTEM: Final = (
     "You are a Python programmer. "
     "Answer with one code block that holds the complete function and nothing else."
@@ -118,30 +136,7 @@ _MEMORY_TRIALS: Final = 2
 """Trials that the actor is reminded of; more do not fit a small context and help little."""
 
 
-def solve(
-    task: FunctionTask,
-    chat: Chat,
-    *,
-    max_trials: int = 3,
-    on_trial: Callable[[int, Trial], None] | None = None,
-) -> Outcome:
-    """Try, test and reflect until the visible tests pass or `max_trials` are used up."""
-    trials: list[Trial] = []
-    for number in range(max_trials):
-        program = act(task, chat, memory=trials)
-        evaluation = evaluate(program, task.visible)
-        last = evaluation.passed or number == max_trials - 1
-        reflection = "" if last else reflect(task, chat, program, evaluation)
-        trials.append(Trial(program=program, evaluation=evaluation, reflection=reflection))
-        if on_trial is not None:
-            on_trial(number, trials[-1])
-        if last:
-            break
-    solved = bool(trials) and evaluate(trials[-1].program, task.visible + task.hidden).passed
-    return Outcome(task=task, trials=tuple(trials), solved=solved)
-
-
-def act(task: FunctionTask, chat: Chat, *, memory: Sequence[Trial]) -> str:
+def act(task: FunctionTask, chat: Chat, memory: Sequence[Trial]) -> str:
     """Actor: write the program, with earlier attempts and their reflections in view."""
     messages: list[Message] = [
         {"role": "system", "content": _ACT_SYSTEM},
@@ -174,6 +169,39 @@ def reflect(task: FunctionTask, chat: Chat, program: str, evaluation: Evaluation
         expect="text",
     )
     return " ".join(text.split())
+
+
+def solve(
+    task: FunctionTask,
+    chat: Chat,
+    *,
+    max_trials: int = 3,
+    act: Actor = act,
+    reflect: Reflector = reflect,
+    on_trial: Callable[[int, Trial], None] | None = None,
+) -> Outcome:
+    """Try, test and reflect until the visible tests pass or `max_trials` are used up.
+
+    Args:
+        task: what to write.
+        chat: the model.
+        max_trials: programs to try.
+        act, reflect: other prompts than those of this module.
+        on_trial: called with the number of a trial, from 0, and the trial.
+    """
+    trials: list[Trial] = []
+    for number in range(max_trials):
+        program = act(task, chat, trials)
+        evaluation = evaluate(program, task.visible)
+        last = evaluation.passed or number == max_trials - 1
+        reflection = "" if last else reflect(task, chat, program, evaluation)
+        trials.append(Trial(program=program, evaluation=evaluation, reflection=reflection))
+        if on_trial is not None:
+            on_trial(number, trials[-1])
+        if last:
+            break
+    solved = bool(trials) and evaluate(trials[-1].program, task.visible + task.hidden).passed
+    return Outcome(task=task, trials=tuple(trials), solved=solved)
 
 
 _FENCE: Final = re.compile(r"```[\w+-]*[ \t]*\n(.*?)(?:^```|\Z)", re.DOTALL | re.MULTILINE)

@@ -22,8 +22,8 @@ _LEGEND: Final = (
     "A [bold]turn[/] is one model call; its blocks stand below it. A [bold]step[/] is one run of the model: "
     "without drafting every token takes one. [bold]Drafted[/] tokens are copied from earlier text and "
     "checked by the model, all in one step: [bold]accepted[/] ones came for free, [bold]rejected[/] ones "
-    "were thrown away. Times are those of whole turns, reading the prompt included. Blocks under five tokens (markers "
-    "such as <tool_call>) have no row of their own."
+    "were thrown away. Times are those of whole turns, reading the prompt included. Blocks under five tokens "
+    "(markers such as <tool_call>) have no row of their own."
 )
 
 

@@ -51,9 +51,8 @@ _PATTERN_TO = np.array([t for _, _, t in _PATTERNS], np.int64)
 _NUM_PATTERNS = len(_PATTERNS)
 
 # State of one answer, int32[STATE_SIZE]: block kind; backticks of the open fence (0 in code that was only
-# announced); length of the present
-# run of backticks (-1: not at the start of a line); 1 while on the line that opened the fence; 1 if a
-# closing fence waits for its line end; then how far each pattern has matched.
+# announced); length of the present run of backticks (-1: not at the start of a line); 1 while on the line
+# that opened the fence; 1 if a closing fence waits for its line end; then how far each pattern has matched.
 _KIND = 0
 _FENCE = 1
 _TICKS = 2

@@ -317,8 +317,11 @@ def _limit(cells: Sequence[CellSummary], limits: dict[int, Limits]) -> Section:
             steps.append(("measured factor over plain", cell.speedup, ""))
         label = f"{agents(cell.concurrency)}: tokens per step, factor over plain"
         parts.append(charts.waterfall(steps, x_label=label))
-        table.append([str(cell.concurrency), *(f"{value:.2f}" for _, value, _ in steps)])
-    heading = ["agents", "O3", "O2/1", "O1", "measured tokens/step", "factor over plain"]
+        factor = "-" if cell.speedup is None else f"{cell.speedup:.2f}"
+        values = (limit.o3, limit.o2, limit.o1, cell.tokens_per_step)
+        eta = cell.tokens_per_step / limit.o2
+        table.append([str(cell.concurrency), *(f"{value:.2f}" for value in values), f"{eta:.0%}", factor])
+    heading = ["agents", "O3", "O2/1", "O1", "measured tokens/step", "of O2/1", "factor over plain"]
     note = '<p class="note">No limits were computed for this run.</p>'
     return Section(
         title="How far is the limit?",

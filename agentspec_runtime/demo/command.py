@@ -10,24 +10,27 @@ import argparse
 import signal
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import openai
 from rich.console import Console
+from rich.status import Status
 
 from agentspec_runtime.client.instrument import instrument
+from agentspec_runtime.client.recording import record
 from agentspec_runtime.demo.agents import Workload, run_agents, warm_up
 from agentspec_runtime.demo.blocks import REQUEST_SPAN, with_blocks
-from agentspec_runtime.demo.server import ServerCommand, free_port, running_server
+from agentspec_runtime.demo.server import ServerCommand, end_of_log, free_port, running_server
 from agentspec_runtime.demo.summary import Side, summarize
 from agentspec_runtime.demo.tables import print_blocks, print_result, print_totals, print_turns, turn_line
 from agentspec_runtime.demo.tasks import CODING_TASKS, FUNCTION_TASKS
 from agentspec_runtime.demo.turns import TaskResult, Turn, TurnLog
 from agentspec_runtime.embedded import EMBEDDED_MODEL_NAME, prepare_embedded_model
-from agentspec_runtime.errors import AgentSpecError, ConfigurationError
+from agentspec_runtime.errors import AgentSpecError, ConfigurationError, ServerError
 from agentspec_runtime.telemetry.client import configure_tracing
 from agentspec_runtime.telemetry.receiver import OtlpReceiver
 
@@ -41,6 +44,7 @@ _PIPE_WIDTH: Final = 110
 _SPAN_TIMEOUT_S: Final = 10.0
 """The engine sends its spans in batches, one second apart at most."""
 _INTERRUPTED: Final = 130
+_TELL_EVERY_S: Final = 15.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +55,7 @@ class _Options:
     workload: Workload
     vllm_flags: tuple[str, ...]
     port: int | None
+    record: Path | None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -120,8 +125,10 @@ class _Demo:
         print_result(console, summary, plain.turns, drafting.turns)
         console.print(
             f"\nTrace of both runs: {trace_file}\n"
-            "  in the terminal:  agentspec trace open " + str(trace_file) + "\n"
-            "  in Jaeger:        open its UI, choose Search, Upload, and drop the file there\n"
+            f"  in the terminal:  agentspec trace list {trace_file}   (then: trace open, trace compare)\n"
+            "  in Jaeger:        open its UI, choose Search, then Upload, and drop the file there\n",
+            soft_wrap=True,
+            markup=False,
         )
         return summary.line()
 
@@ -140,23 +147,44 @@ class _Demo:
             vllm_flags=options.vllm_flags,
         )
         self._say(f"[bold]{title}[/]: starting the server")
-        with self._console.status("") as status:
-            with running_server(
-                command, log=log_file, on_wait=lambda s: status.update(f"loading the model, {s:.0f} s")
-            ) as server:
-                self._say(f"{title}: ready after {server.started_s:.0f} s")
-                status.update("the agents are at work")
+        with (
+            self._console.status("loading the model") as status,
+            running_server(command, log=log_file, on_wait=self._waiting(status)) as server,
+        ):
+            self._say(f"{title}: ready after {server.started_s:.0f} s")
+            status.update("the agents are at work")
+            log = TurnLog(on_turn=self._show_turn)
+            try:
                 warm_up(server.base_url, options.served_name)
-                log = TurnLog(on_turn=self._show_turn)
-                with log.listening():
+                with log.listening(), self._recording(plain=plain):
                     results = run_agents(
                         server.base_url, options.served_name, options.workload, log, self._show_task
                     )
-                turns: Sequence[Turn] = log.turns
-                if not plain:
-                    turns = _with_engine_blocks(turns, receiver)
+            except openai.OpenAIError as error:
+                raise ServerError(f"a model call failed: {error}; {end_of_log(log_file)}") from error
+            turns: Sequence[Turn] = log.turns
+            if not plain:
+                turns = _with_engine_blocks(turns, receiver)
             status.update("stopping the server")
         return Side(turns=tuple(turns), results=tuple(results))
+
+    def _waiting(self, status: Status) -> Callable[[float], None]:
+        """Progress while a server loads: in place on a terminal, else a line now and then."""
+        told_s = 0.0
+
+        def show(waited_s: float) -> None:
+            nonlocal told_s
+            status.update(f"loading the model, {waited_s:.0f} s")
+            if not self._console.is_terminal and waited_s - told_s >= _TELL_EVERY_S:
+                told_s = waited_s
+                self._say("still loading the model")
+
+        return show
+
+    def _recording(self, *, plain: bool) -> AbstractContextManager[object]:
+        """Records the second run only: the first one says the same."""
+        path = self._options.record
+        return nullcontext() if plain or path is None else record(path)
 
     def _say(self, text: str) -> None:
         self._console.print(f"[dim]{time.monotonic() - self._began_s:4.0f} s[/]  {text}")
@@ -204,6 +232,9 @@ def _parse(argv: Sequence[str]) -> _Options:
     parser.add_argument(
         "--attempts", type=int, default=_ATTEMPTS, help="attempts per task (default: %(default)s)"
     )
+    parser.add_argument(
+        "--record", type=Path, metavar="FILE", help="write the agents' traffic, for agentspec bench replay"
+    )
     parser.add_argument("--quick", action="store_true", help="one task per agent instead of three")
     parsed = parser.parse_args(own)
     if parsed.attempts < 1:
@@ -218,6 +249,7 @@ def _parse(argv: Sequence[str]) -> _Options:
         ),
         vllm_flags=(*(() if parsed.model else _EMBEDDED_FLAGS), *extra),
         port=parsed.port,
+        record=parsed.record,
     )
 
 

@@ -23,7 +23,7 @@ from typing import Final
 
 from agentspec_runtime.errors import ServerError
 
-__all__ = ["RunningServer", "ServerCommand", "free_port", "running_server"]
+__all__ = ["RunningServer", "ServerCommand", "end_of_log", "free_port", "running_server"]
 
 _START_TIMEOUT_S: Final = 600.0
 """Half a minute for the embedded model on two cores; a large model that is compiled takes minutes."""
@@ -111,7 +111,7 @@ def _wait_until_ready(
     began = time.monotonic()
     while (waited_s := time.monotonic() - began) < _START_TIMEOUT_S:
         if process.poll() is not None:
-            raise ServerError(f"the server ended with status {process.returncode}; {_end_of(log)}")
+            raise ServerError(f"the server ended with status {process.returncode}; {end_of_log(log)}")
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2) as answer:
                 if answer.status == 200:
@@ -120,7 +120,7 @@ def _wait_until_ready(
             pass
         on_wait(waited_s)
         time.sleep(_POLL_S)
-    raise ServerError(f"the server did not answer within {_START_TIMEOUT_S:.0f} s; {_end_of(log)}")
+    raise ServerError(f"the server did not answer within {_START_TIMEOUT_S:.0f} s; {end_of_log(log)}")
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
@@ -137,6 +137,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _end_of(log: Path) -> str:
+def end_of_log(log: Path) -> str:
+    """The last lines of a server's log, for an error message."""
     lines: Sequence[str] = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_TAIL_LINES:]
     return f"the end of its log ({log}):\n" + "\n".join(lines)

@@ -9,8 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
+from agentspec_runtime.bench.recordings import read_recordings
 from agentspec_runtime.client.instrument import instrument
 from agentspec_runtime.demo import command, main
 from agentspec_runtime.demo.agents import Workload, run_agents
@@ -102,6 +104,30 @@ def test_a_server_that_fails_gives_the_reason_and_status_2(
     captured = capsys.readouterr()
     assert "no memory" in captured.err
     assert "{" not in captured.out
+
+
+def test_a_model_call_that_fails_shows_the_end_of_the_servers_log(
+    commands: list[ServerCommand],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def refused(*_: Any) -> None:
+        raise openai.OpenAIError("connection lost")
+
+    monkeypatch.setattr(command, "warm_up", refused)
+    assert main(["--model", "m", "--out", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "connection lost" in error
+    assert "server log" in error
+
+
+def test_the_second_run_can_be_recorded(commands: list[ServerCommand], tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    assert main(["--quick", "--model", "m", "--out", str(tmp_path), "--record", str(path)]) == 0
+    recordings = list(read_recordings(path))
+    assert [len(list(recording.calls())) for recording in recordings] == [6, 1]
+    assert recordings[0].tools
 
 
 def test_ctrl_c_says_so_and_ends_with_130(

@@ -242,6 +242,23 @@ def test_the_unmodified_client_works_with_another_server(serve: Callable[..., Mo
     assert output.count("says nothing about drafting") == 2
 
 
+def test_the_agents_sdk_calls_the_tool_and_answers(serve: Callable[..., MockVLLM]) -> None:
+    pytest.importorskip("agents")
+
+    def shop(request: RecordedRequest) -> Reply:
+        if request.body["messages"][-1]["role"] == "tool":
+            return reply(f"It costs {last_text(request)}.")
+        item = last_text(request).split()[-2]
+        return reply(tool_calls=[ToolCall("price_of", {"item": item})])
+
+    server = serve(shop)
+    output = run("openai_agents.py", server.url)
+    assert "It costs 12 euros." in output
+    assert GAIN.search(output).group(1) == "6"  # type: ignore[union-attr]
+    assert {(r.hint.session, r.hint.agent) for r in server.requests if r.hint} == {("shop", "shop")}
+    assert server.requests[0].body["tool_choice"] == "required"
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(EXAMPLES)))
 def test_every_example_tells_how_it_is_run(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
@@ -259,10 +276,13 @@ def test_every_example_tells_how_it_is_run(path: Path) -> None:
         ("reflexion/reflexion.py", ("--tasks", "2", "--trials", "2")),
         ("multi_agent_handoff.py", ()),
         ("langgraph_coding_agent.py", ()),
+        ("openai_agents.py", ()),
     ],
 )
 def test_on_the_real_server(engine_server: Any, name: str, arguments: tuple[str, ...]) -> None:
     """It ends well, and something was drafted and accepted."""
+    if name == "openai_agents.py":
+        pytest.importorskip("agents")
     output = run(name, engine_server.base_url, *arguments)
     accepted = [int(match) for match in re.findall(r"(\d+) accepted", output)]
     assert sum(accepted) > 0, output

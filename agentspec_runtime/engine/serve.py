@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import argparse
 import logging
+import multiprocessing
 import os
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Final
 
 from agentspec_runtime.engine.args import RUNNER_VARIABLE
@@ -36,7 +39,7 @@ def serve(arguments: Sequence[str], options: ServeOptions, say: Callable[[str], 
         AgentSpecError: it cannot start with these arguments, or it ended by itself.
     """
     installation = require_vllm()
-    with _metrics_folder(shared=not options.plain):
+    with _metrics_folder(shared=not options.plain) as remove_metrics:
         say(f"loading {installation}")
         started_s = time.monotonic()
         from agentspec_runtime.engine.vllm_serve import VllmServe
@@ -54,19 +57,25 @@ def serve(arguments: Sequence[str], options: ServeOptions, say: Callable[[str], 
             )
             os.environ.update(plan.environment)
             parsed = vllm_serve.parse(plan.arguments)
+            vllm_serve.check(parsed)
         except AgentSpecError:
             raise
-        except (ValueError, OSError) as error:  # vLLM's parser on a bad value or YAML file
+        except (ValueError, TypeError, OSError) as error:  # vLLM on bad values, pairs and YAML files
             raise ConfigurationError(f"vLLM does not take these arguments: {error}") from error
         _check_port(parsed)
         if RUNNER_VARIABLE in plan.environment:
             say(f"using vLLM's first model runner ({RUNNER_VARIABLE}=0): the second has no custom proposers")
         say(plan.command)
         say(f"starting after {time.monotonic() - started_s:.0f} s; Ctrl-C stops")
-        with _engine_watch() as died:
+
+        def interrupted() -> None:
+            say("stopped before the server was ready")
+            remove_metrics()
+
+        with _engine_watch() as died, _interruptible(interrupted):
             try:
                 vllm_serve.run(parsed)
-            except KeyboardInterrupt:
+            except KeyboardInterrupt:  # vLLM's answer to SIGTERM while it starts
                 say("stopped before the server was ready")
                 return
             except Exception as error:
@@ -98,21 +107,45 @@ def _check_port(parsed: argparse.Namespace) -> None:
 
 
 @contextmanager
-def _metrics_folder(*, shared: bool) -> Iterator[None]:
-    """Let what the engine process counts appear under the API process's /metrics.
+def _metrics_folder(*, shared: bool) -> Iterator[Callable[[], None]]:
+    """Let what the engine process counts appear under the API process's /metrics; yields how to clean up.
 
     Must be entered before anything imports prometheus_client, which reads the variable once.
     """
     if not shared or os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
-        yield
+        yield lambda: None
         return
     from agentspec_runtime.telemetry.metrics import prepare_multiprocess
 
     folder = prepare_multiprocess(os.environ)
+    remove = partial(shutil.rmtree, folder, ignore_errors=True)
+    try:
+        yield remove
+    finally:
+        remove()
+
+
+@contextmanager
+def _interruptible(clean_up: Callable[[], None]) -> Iterator[None]:
+    """End at once on SIGINT while the server starts; once it serves, vLLM has handlers of its own.
+
+    An exception would be the polite way, but the main thread waits for the engine inside pyzmq (27.3), which
+    loses it, and vLLM does not notice there that its engine has gone. Nothing is served yet, so nothing is
+    lost: end the engine (its workers follow) and leave.
+    """
+
+    def leave(number: int, frame: object) -> None:
+        del number, frame
+        for child in multiprocessing.active_children():
+            child.kill()
+        clean_up()
+        os._exit(0)
+
+    before = signal.signal(signal.SIGINT, leave)
     try:
         yield
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        signal.signal(signal.SIGINT, before)
 
 
 class _EngineDeath(logging.Handler):

@@ -67,10 +67,13 @@ class VllmServe:
         parser, _ = self._parser
         return cast("argparse.Namespace", parser.parse_args(["serve", *arguments]))
 
-    def run(self, parsed: argparse.Namespace) -> None:
-        """Serve until told to stop."""
+    def check(self, parsed: argparse.Namespace) -> None:
+        """Set up vLLM's logging, and let vLLM refuse what it can refuse now."""
         configure_logging_from_args(parsed)
         self._command.validate(parsed)
+
+    def run(self, parsed: argparse.Namespace) -> None:
+        """Serve until told to stop."""
         self._command.cmd(parsed)
 
     @cached_property

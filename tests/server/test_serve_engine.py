@@ -12,15 +12,15 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-openai = pytest.importorskip("openai", reason="needs the extra openai")
-
 from agentspec_runtime.hints import Hint, encode_hint
+
+openai = pytest.importorskip("openai", reason="needs the extra openai")
 
 pytestmark = pytest.mark.engine
 
@@ -46,6 +46,7 @@ def metric(url: str, name: str) -> float:
     return sum(values)
 
 
+CODE = "Write a python function that adds two numbers, then repeat it."
 COPY = "Repeat this line five times: the quick brown fox jumps over the lazy dog"
 
 
@@ -71,8 +72,8 @@ def test_answer_says_what_was_drafted_and_metrics_add_it_up(engine_server):
     before = metric(engine_server.root_url, "agentspec_accepted_tokens_total")
     body = {
         "model": engine_server.model,
-        "messages": [{"role": "user", "content": COPY}],
-        "max_tokens": 100,
+        "messages": [{"role": "user", "content": CODE}],
+        "max_tokens": 120,
         "temperature": 0,
         "vllm_xargs": {"agentspec": encode_hint(Hint(session="metrics", turn=0))},
     }
@@ -140,6 +141,11 @@ def start(*arguments: str, log: Path) -> subprocess.Popen[bytes]:
         )
 
 
+def check_alive(process: subprocess.Popen[bytes], log: Path, deadline: float) -> None:
+    assert process.poll() is None, log.read_text()[-3000:]
+    assert time.monotonic() < deadline, log.read_text()[-3000:]
+
+
 def test_taken_port_is_said_before_a_model_is_loaded(engine_server, tmp_path: Path):
     port = engine_server.base_url.split(":")[2].split("/")[0]
     process = start("--", "--port", port, log=tmp_path / "log")
@@ -151,14 +157,16 @@ def test_taken_port_is_said_before_a_model_is_loaded(engine_server, tmp_path: Pa
     assert "Starting to load model" not in said
 
 
-def test_ctrl_c_while_it_starts_ends_it_at_once(tmp_path: Path):
+@pytest.mark.parametrize("kill", [os.killpg, os.kill])
+def test_ctrl_c_while_it_starts_ends_it_at_once(kill: Callable[[int, int], None], tmp_path: Path):
+    """A terminal signals every process of the group, a supervisor only the first."""
     log = tmp_path / "log"
     process = start("--port", str(free_port()), "--enforce-eager", log=log)
     deadline = time.monotonic() + 90
     while b"Initializing a V1 LLM engine" not in log.read_bytes():
-        assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+        check_alive(process, log, deadline)
         time.sleep(0.2)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to every process of the group
+    kill(process.pid, signal.SIGINT)
     assert process.wait(30) == 0, log.read_text()[-3000:]
     assert "agentspec: stopped before the server was ready" in log.read_text()
 
@@ -189,7 +197,7 @@ def collector() -> Iterator[tuple[str, list[bytes]]]:
 def wait_until_healthy(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + 240
     while True:
-        assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+        check_alive(process, log, deadline)
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2):
                 return

@@ -190,6 +190,7 @@ class MockVLLM:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = 128  # the default of 5 refuses connections when forty agents start at once
     mock: MockVLLM
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:

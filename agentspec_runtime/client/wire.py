@@ -28,8 +28,10 @@ __all__ = [
 SESSION_HEADER: Final = "X-Session-ID"
 """vLLM's own session header; routers use it to keep a session on one replica."""
 
+_WINDOW: Final = 96
+"""Newest messages that are looked at for marks, so that the cost of a call does not grow with its history."""
 _MAX_MARKS: Final = 32
-"""Newest messages that are marked: 1.5 KB of hint and 50 us; what is older was marked in earlier turns."""
+"""Newest of them that are marked: 1.5 KB of hint. What is older was marked in earlier turns."""
 
 
 def build_hint(
@@ -87,7 +89,8 @@ def find_marks(
         return ()
     found: list[tuple[int, str, str | None]] = []
     names: dict[object, object] = {}
-    for index, message in enumerate(messages):
+    first = max(0, len(messages) - _WINDOW)
+    for index, message in enumerate(messages[first:], start=first):
         if not isinstance(message, dict):  # the SDK sends plain ones; a Mapping check costs ten times more
             continue
         match message.get("role"):

@@ -250,6 +250,11 @@ def _scalar(value: object) -> Scalar | None:
 
 
 def _array(items: list[object]) -> Value | None:
+    # Nearly every array of ours: plain ints, hundreds of them.
+    if set(map(type, items)) == {int}:
+        plain = [item for item in items if isinstance(item, int)]
+        if min(plain) >= -_INT64 and max(plain) < _INT64:
+            return plain
     scalars = [_scalar(item) for item in items]
     if all(type(item) is int for item in scalars):
         return [item for item in scalars if isinstance(item, int)]

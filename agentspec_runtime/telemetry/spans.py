@@ -16,6 +16,7 @@ Uses the OpenTelemetry API only; which SDK and exporter stand behind the tracer 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -194,12 +195,12 @@ def fold_steps(per_step: Sequence[int], limit: int = MAX_STEPS_REPORTED) -> tupl
 
 def accepted_histogram(per_step_accepted: Iterable[int]) -> list[int]:
     """Entry k counts the steps that accepted k draft tokens; what exceeds the last entry counts there."""
-    counts = [0] * _HISTOGRAM_ENTRIES
-    for accepted in per_step_accepted:
-        counts[min(max(accepted, 0), _HISTOGRAM_ENTRIES - 1)] += 1
-    while len(counts) > 1 and not counts[-1]:
-        counts.pop()
-    return counts
+    counted = Counter(per_step_accepted)
+    last = min(max(counted, default=0), _HISTOGRAM_ENTRIES - 1)
+    histogram = [0] * (last + 1)
+    for accepted, count in counted.items():
+        histogram[min(max(accepted, 0), last)] += count
+    return histogram
 
 
 def merge_blocks(blocks: Sequence[BlockReport], limit: int) -> list[_Block]:

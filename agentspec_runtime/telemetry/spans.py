@@ -102,8 +102,10 @@ def _emit_children(
         )
         count += 1
     for block in blocks:
-        attributes = _block_attributes(block)
-        _child(tracer, inside, f"agentspec.block {block.kind}", block.start_s, block.end_s, attributes)
+        # The first block's first step is the one that ended the prefill: that time is the prefill's.
+        start_s = max(block.start_s, report.first_token_s)
+        name = f"agentspec.block {block.kind}"
+        _child(tracer, inside, name, start_s, block.end_s, _block_attributes(block))
     return count + len(blocks)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from engine_records import EPOCH, HEADERS, PARENT_ID, TRACE_ID, make_request
 from prometheus_client import CollectorRegistry
@@ -64,6 +66,20 @@ def test_one_request_is_one_tree_under_the_callers_span(receiver: OtlpReceiver, 
     assert queue.duration_s == pytest.approx(0.5, abs=1e-6)
     assert prefill.duration_s == pytest.approx(1.0, abs=1e-6)
     assert all(request.start_ns <= span.start_ns <= span.end_ns <= request.end_ns for span in children)
+
+
+def test_prefill_and_blocks_do_not_overlap(receiver: OtlpReceiver) -> None:
+    """The step that ends the prefill emits the first token of a block: its time counts once, as prefill."""
+    made = make_request().request
+    first, *others = made.blocks
+    early = replace(first, start_s=made.scheduled_s)
+    observe(receiver.endpoint, replace(made, blocks=(early, *others)))
+    (prefill,) = receiver.spans("agentspec.prefill")
+    blocks = blocks_of(receiver.spans())
+    assert blocks[0].start_ns == prefill.end_ns
+    whole = receiver.spans("agentspec.request")[0].duration_s
+    parts = sum(span.duration_s for span in (*blocks, prefill, *receiver.spans("agentspec.queue")))
+    assert parts == pytest.approx(whole, abs=1e-6)
 
 
 def test_sums_over_blocks_are_exact(receiver: OtlpReceiver) -> None:

@@ -187,7 +187,7 @@ class Drafter:
             start=start,
             shared=shared,
             epoch=session.log.epoch if session is not None else 0,
-            keys=keys,
+            keys=tuple(keys),  # vLLM's list grows with the output
             block_tokens=block_tokens,
             early=[],
         )

@@ -6,8 +6,8 @@ Rules of this file:
   `speculation.py`; this class only says when.
 - vLLM decides everything it decided before. We set `request.spec_token_ids` before it schedules, and
   read what came out; the drafts of the worker's proposer are ignored.
-- Nothing of ours may raise inside a step. Every call goes through `_guard`: an exception is counted,
-  logged once per place, costs the request or the step its drafts, and nothing else.
+- Nothing of ours may raise inside a step. Every call goes through a `Guard`: an exception is counted,
+  logged once per place, costs the requests of the step their drafts, and nothing else.
 
 Lossless: drafts are verified by vLLM's own rejection sampler. Reading order: `speculation.py` next.
 Written for vLLM 0.32 (vllm/v1/core/sched/scheduler.py, vllm/v1/engine/core.py `EngineCore.step`).
@@ -16,8 +16,7 @@ Written for vLLM 0.32 (vllm/v1/core/sched/scheduler.py, vllm/v1/engine/core.py `
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -30,6 +29,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from agentspec_runtime.budget import CostCurve, FixedBudget, GoodputBudget, StepCost
 from agentspec_runtime.drafting import Drafter, DraftingConfig, DraftScope
 from agentspec_runtime.engine.config import ADDITIONAL_CONFIG_KEY, EngineConfig
+from agentspec_runtime.engine.guard import Guard
 from agentspec_runtime.engine.speculation import Speculation
 from agentspec_runtime.engine.token_table import build_token_table
 from agentspec_runtime.errors import ConfigurationError
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 
 __all__ = ["AgentSpecScheduler"]
 
-_log = logging.getLogger("agentspec.engine")
-
 _MAX_ERRORS: Final = 1_000
 """After that many internal errors the scheduler gives up on drafts and is plain vLLM."""
 
@@ -56,10 +54,9 @@ class AgentSpecScheduler(Scheduler):
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         _check_config(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
-        self._errors = 0
-        self._logged: set[str] = set()
+        self._guard = Guard("requests go on without drafts")
         config = EngineConfig.model_validate(vllm_config.additional_config.get(ADDITIONAL_CONFIG_KEY) or {})
-        self._speculation: Speculation = _build_speculation(config, vllm_config, self)
+        self._speculation: Speculation = _build_speculation(config, vllm_config, self, self._guard)
 
     # Requests
 
@@ -105,9 +102,11 @@ class AgentSpecScheduler(Scheduler):
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
         )
-        self._guard(
-            "verdicts", lambda: self._speculation.verdicts(sampled, outputs, self.requests, self._errors)
+        taken_in = self._guard(
+            "verdicts", lambda: self._speculation.verdicts(sampled, outputs, self.requests)
         )
+        if not taken_in:
+            self._guard("abandon", lambda: self._speculation.abandon(outputs, self.requests))
         return outputs
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
@@ -121,18 +120,9 @@ class AgentSpecScheduler(Scheduler):
     # Ours
 
     def _place_drafts(self) -> None:
-        if self._errors < _MAX_ERRORS:
+        if self._guard.errors < _MAX_ERRORS:
             waiting = chain(self.waiting, self.kv_holding_waiting)
             self._speculation.place_drafts(self.running, waiting, self.max_num_scheduled_tokens)
-
-    def _guard(self, where: str, call: Callable[[], object]) -> None:
-        try:
-            call()
-        except Exception:  # noqa: BLE001  (the rule of this file)
-            self._errors += 1
-            if where not in self._logged:
-                self._logged.add(where)
-                _log.exception("agentspec: error in %r; requests go on without drafts (logged once)", where)
 
 
 def _num_sampled(scheduler_output: SchedulerOutput, result: ModelRunnerOutput) -> dict[str, int]:
@@ -166,7 +156,9 @@ def _check_config(vllm_config: VllmConfig) -> None:
         )
 
 
-def _build_speculation(config: EngineConfig, vllm_config: VllmConfig, scheduler: Scheduler) -> Speculation:
+def _build_speculation(
+    config: EngineConfig, vllm_config: VllmConfig, scheduler: Scheduler, guard: Guard
+) -> Speculation:
     model_config = vllm_config.model_config
     tokenizer = None if model_config.skip_tokenizer_init else cached_tokenizer_from_config(model_config)
     vocabulary = build_token_table(tokenizer, model_config.get_vocab_size())
@@ -188,6 +180,7 @@ def _build_speculation(config: EngineConfig, vllm_config: VllmConfig, scheduler:
         config,
         drafter,
         budget,
+        guard=guard,
         max_model_len=scheduler.max_model_len,
         model=model_config.served_model_name or model_config.model,
         structured_output=scheduler.structured_output_manager,

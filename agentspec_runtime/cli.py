@@ -9,13 +9,17 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Final, NoReturn
+from typing import TYPE_CHECKING, Annotated, Final, NoReturn
 
 import typer
 
 from agentspec_runtime.errors import AgentSpecError, ConfigurationError
+
+if TYPE_CHECKING:
+    from agentspec_runtime.engine.config import EngineConfig
 
 __all__ = ["app", "main"]
 
@@ -132,19 +136,11 @@ def serve(
 
     The server listens on 127.0.0.1 unless --host says otherwise.
     """
-    from agentspec_runtime.engine.config import EngineConfig
     from agentspec_runtime.engine.middleware import parse_tenant_source
     from agentspec_runtime.engine.serve import ServeOptions
     from agentspec_runtime.engine.serve import serve as run_server
 
-    config = EngineConfig(
-        speculate=speculate.value,
-        budget=budget.value,
-        scope=scope.value,
-        memory_mb=memory_mb,
-        cost_curve=str(cost_curve) if cost_curve else None,
-        hints=not no_hints,
-    )
+    config = _engine_config(speculate, budget, scope, memory_mb, cost_curve, no_hints)
     options = ServeOptions(
         plain=plain,
         config=config,
@@ -177,19 +173,11 @@ def engine_args_command(
     """
     from agentspec_runtime.engine.args import cpu_kv_cache_bytes, engine_args
     from agentspec_runtime.engine.compat import require_vllm
-    from agentspec_runtime.engine.config import EngineConfig
     from agentspec_runtime.engine.host import available_memory_bytes
 
     installation = require_vllm()
     arguments = engine_args(
-        EngineConfig(
-            speculate=speculate.value,
-            budget=budget.value,
-            scope=scope.value,
-            memory_mb=memory_mb,
-            cost_curve=str(cost_curve) if cost_curve else None,
-            hints=not no_hints,
-        ),
+        _engine_config(speculate, budget, scope, memory_mb, cost_curve, no_hints),
         num_speculative_tokens=num_speculative_tokens,
         kv_cache_memory_bytes=cpu_kv_cache_bytes(available_memory_bytes()) if installation.cpu else None,
     )
@@ -273,27 +261,46 @@ def _mount(name: str, module: str, help_text: str) -> None:
         part(args=context.args, prog_name=f"agentspec {name}")
 
 
+_mount("bench", "agentspec_runtime.bench.cli", "Replay and compare; agentspec bench --help says more.")
 _mount(
-    "bench", "agentspec_runtime.bench.cli", "Record, replay and compare; agentspec bench --help says more."
+    "record", "agentspec_runtime.bench.record", "Record agent traffic in front of any server, to replay it."
 )
-_mount("record", "agentspec_runtime.bench.record", "Record agent traffic in front of any server, for a replay.")
 _mount(
-    "trace",
-    "agentspec_runtime.telemetry.cli",
-    "Look at traces of agent turns; agentspec trace --help says more.",
+    "trace", "agentspec_runtime.telemetry.cli", "Look at traces of agents; agentspec trace --help says more."
 )
 
 
-def _part(module: str, name: str):  # type: ignore[no-untyped-def]  # a typer app or a function: called, nothing else
-    """Something of a part that this installation may not have."""
+def _part(module: str, name: str) -> Callable[..., object]:
+    """A function (or a typer application) of a part that this installation may not have."""
     try:
-        return getattr(importlib.import_module(module), name)
+        part: Callable[..., object] = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
         if error.name is not None and module.startswith(error.name):
             raise ConfigurationError(
                 f"this installation has no {module}: install agentspec-runtime anew"
             ) from None
         raise ConfigurationError(f"{module} needs {error.name!r}, which is not installed") from error
+    return part
+
+
+def _engine_config(
+    speculate: Speculate,
+    budget: Budget,
+    scope: Scope,
+    memory_mb: int,
+    cost_curve: Path | None,
+    no_hints: bool,
+) -> EngineConfig:
+    from agentspec_runtime.engine.config import EngineConfig
+
+    return EngineConfig(
+        speculate=speculate.value,
+        budget=budget.value,
+        scope=scope.value,
+        memory_mb=memory_mb,
+        cost_curve=str(cost_curve) if cost_curve else None,
+        hints=not no_hints,
+    )
 
 
 def _otlp(endpoint: str | None) -> tuple[str, str] | None:

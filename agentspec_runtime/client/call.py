@@ -26,7 +26,7 @@ from agentspec_runtime.client.tap import BodyReader, HttpResponse, SseFilter, ta
 from agentspec_runtime.client.tool import result_kinds
 from agentspec_runtime.hints import Hint
 
-__all__ = ["Call", "CallRecorder", "Options", "Request", "find_request", "note_attempt"]
+__all__ = ["Call", "CallRecorder", "Options", "Request", "find_request", "is_sending", "note_attempt"]
 
 _OPERATIONS: Final[Mapping[str, Operation]] = {
     "chat/completions": "chat",
@@ -103,6 +103,11 @@ def find_request(client: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 _EMPTY: Final = CallContext()
 _sending: ContextVar[Call | None] = ContextVar("agentspec_sending", default=None)
+
+
+def is_sending() -> bool:
+    """Whether a watched call is being sent here already (a client wrapped twice)."""
+    return _sending.get() is not None
 
 
 def note_attempt(retries_taken: int) -> None:

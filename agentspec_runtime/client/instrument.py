@@ -21,7 +21,15 @@ from typing import Any, Final, Literal, Self
 
 import wrapt
 
-from agentspec_runtime.client.call import Call, CallRecorder, Options, Request, find_request, note_attempt
+from agentspec_runtime.client.call import (
+    Call,
+    CallRecorder,
+    Options,
+    Request,
+    find_request,
+    is_sending,
+    note_attempt,
+)
 from agentspec_runtime.client.capability import Capability, read_servers
 from agentspec_runtime.client.shield import attempt, shielded
 from agentspec_runtime.errors import MissingDependencyError
@@ -196,8 +204,20 @@ def _attach(call: Call, response: object) -> None:
 
 
 def _request(wrapped: Wrapped, client: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    active = _state.active
-    request = _find(client, args, kwargs) if active is not None else None
+    return send(_state.active, wrapped, client, args, kwargs)
+
+
+async def _request_async(
+    wrapped: Callable[..., Awaitable[Any]], client: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    return await send_async(_state.active, wrapped, client, args, kwargs)
+
+
+def send(
+    active: Settings | None, wrapped: Wrapped, client: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Make a request of the SDK: as a watched call where it is one, else as it is."""
+    request = _find(client, args, kwargs) if active is not None and not is_sending() else None
     if active is None or request is None:
         return wrapped(*args, **kwargs)
     capable = attempt("asking a server", False, active.capability.ask, client)
@@ -222,11 +242,15 @@ def _request(wrapped: Wrapped, client: Any, args: tuple[Any, ...], kwargs: dict[
     return response
 
 
-async def _request_async(
-    wrapped: Callable[..., Awaitable[Any]], client: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+async def send_async(
+    active: Settings | None,
+    wrapped: Callable[..., Awaitable[Any]],
+    client: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
-    active = _state.active
-    request = _find(client, args, kwargs) if active is not None else None
+    """The same for an asynchronous client."""
+    request = _find(client, args, kwargs) if active is not None and not is_sending() else None
     if active is None or request is None:
         return await wrapped(*args, **kwargs)
     capable = False

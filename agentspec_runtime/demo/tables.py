@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agentspec_runtime.demo.summary import BlockTotals, DemoSummary, Side
-from agentspec_runtime.demo.turns import Block, Tokens, Turn
+from agentspec_runtime.demo.turns import Tokens, Turn
 
 __all__ = ["print_blocks", "print_result", "print_totals", "print_turns", "turn_line"]
 
@@ -18,11 +18,15 @@ _NUMBERS: Final = ("tokens", "steps", "drafted", "accepted", "rejected")
 _MIN_BLOCK_TOKENS: Final = 5
 """Shorter blocks have no row of their own: they are markers, as `<tool_call>` is (four tokens here)."""
 
+_WIDE: Final = 95
+"""From this width on, columns are set apart by two spaces instead of one."""
+
 _LEGEND: Final = (
-    "A [bold]turn[/] is one model call; its blocks stand below it. A [bold]step[/] is one run of the model: "
-    "without drafting every token takes one. [bold]Drafted[/] tokens are copied from earlier text and "
-    "checked by the model, all in one step: [bold]accepted[/] ones came for free, [bold]rejected[/] ones "
-    "were thrown away. Times are those of whole turns, reading the prompt included. Blocks under five tokens "
+    "A [bold]turn[/] is one model call; where its answer holds several blocks, they stand below it. A "
+    "[bold]step[/] is one run of the model: without drafting every token takes one. [bold]Drafted[/] tokens "
+    "are copied from earlier text and checked by the model, all in one step: [bold]accepted[/] ones came for "
+    "free, [bold]rejected[/] ones were thrown away. [bold]time[/] is that of the whole turn in seconds, "
+    "reading the prompt included, and [bold]plain[/] the same on the plain server. Blocks under five tokens "
     "(markers such as <tool_call>) have no row of their own."
 )
 
@@ -37,37 +41,42 @@ def turn_line(number: int, turn: Turn) -> str:
 
 def print_turns(console: Console, plain: Side, drafting: Side) -> None:
     """Every turn and block of the drafting server, and what the turn took on the plain one."""
-    table = Table(
-        title="Every turn, with structure-aware drafting", title_justify="left", box=box.SIMPLE_HEAD
-    )
-    table.add_column("turn", justify="right")
-    for name in ("task", "step", "block"):
-        table.add_column(name, no_wrap=True)
-    for name in _NUMBERS:
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("time", justify="right", no_wrap=True)
-    table.add_column("plain", justify="right", no_wrap=True)
+    table = _turn_table(wide=console.width >= _WIDE)
     # After a difference the two runs may take other turns, and a time beside a time would mislead.
     comparable = [turn.step for turn in plain.turns] == [turn.step for turn in drafting.turns]
     task = ""
     for index, turn in enumerate(drafting.turns):
-        if turn.task != task and index:
+        if turn.task != task:
+            task = turn.task
             table.add_section()
-        first, task = turn.task != task, turn.task
+            table.add_row("", f"[bold]{task}[/]")
         plain_time = _time(plain.turns[index].seconds) if comparable else "-"
         blocks = [block for block in turn.blocks if block.count.tokens >= _MIN_BLOCK_TOKENS]
         kind = blocks[0].kind if len(blocks) == 1 else ""
-        head = (str(index + 1), task if first else "", turn.step, kind)
-        table.add_row(*head, *_cells(turn.count), _time(turn.seconds), plain_time)
+        table.add_row(str(index + 1), turn.step, kind, *_cells(turn.count), _time(turn.seconds), plain_time)
         for block in blocks if len(blocks) > 1 else []:
-            table.add_row(*_block_row(block), style="dim")
+            table.add_row("", "", block.kind, *_cells(block.count), _time(block.seconds), style="dim")
     console.print(table)
+    console.print()
     console.print(_LEGEND)
     console.print()
 
 
-def _block_row(block: Block) -> tuple[str, ...]:
-    return ("", "", "", f"└ {block.kind}", *_cells(block.count), _time(block.seconds), "")
+def _turn_table(*, wide: bool) -> Table:
+    """Ten columns that fit 80 characters; the rule for units is in the legend."""
+    table = Table(
+        title="Every turn, with structure-aware drafting",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, int(wide), 0, 0),
+        show_edge=False,
+    )
+    table.add_column("#", justify="right", no_wrap=True)
+    table.add_column("turn", no_wrap=True)
+    table.add_column("block", no_wrap=True)
+    for name in (*_NUMBERS, "time", "plain"):
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
 
 
 def print_blocks(console: Console, blocks: dict[str, BlockTotals]) -> None:
@@ -127,4 +136,4 @@ def _cells(count: Tokens) -> list[str]:
 
 
 def _time(seconds: float) -> str:
-    return f"{seconds:.2f} s"
+    return f"{seconds:.2f}"

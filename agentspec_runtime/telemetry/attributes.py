@@ -4,8 +4,8 @@ Rules of this file:
   * A name is written here once, with its type and meaning; `docs/tracing.md` prints this table and a test
     compares the two.
   * The `gen_ai.*` names are OpenTelemetry's (semantic-conventions-genai v0.1.0, status Development). Ours
-    live under `agentspec.`: there is no convention for speculative decoding. Engine spans never carry
-    `gen_ai.usage.*`, because a backend that sums tokens over spans would count the caller's `chat` twice.
+    live under `agentspec.`: there is no convention for speculative decoding. Engine spans carry no
+    `gen_ai.*` at all: backends take such a span for one more model call and count its tokens twice.
   * No attribute holds text of a request: kinds, counts, times and identifiers only.
 
 A value of a wrong type makes the SDK drop it, and a value that protobuf refuses makes the exporter drop
@@ -71,7 +71,7 @@ SESSION = _define(
 )
 AGENT = _define("agentspec.agent", "string", "request chat", "Agent that made the call, from the hint.")
 TURN = _define("agentspec.turn", "int", "request chat", "Number of this model call in its session, from 0.")
-MODEL = _define("gen_ai.request.model", "string", "request chat", "Model that was asked for.")
+MODEL = _define("agentspec.model", "string", "request", "Model that answered, by its served name.")
 
 # -- one request in the engine -------------------------------------------------------------------------
 PROMPT_TOKENS = _define("agentspec.prompt_tokens", "int", "request prefill chat", "Prompt tokens.")

@@ -43,6 +43,7 @@ _FOREIGN_INSTRUMENTORS: Final = (
     ("openinference.instrumentation.langchain", "LangChainInstrumentor"),
     ("opentelemetry.instrumentation.langchain", "LangchainInstrumentor"),
 )
+_OFFICIAL_LANGCHAIN: Final = ("opentelemetry.instrumentation.genai.langchain", "LangChainInstrumentor")
 
 
 @dataclass(slots=True)
@@ -171,7 +172,7 @@ class BoundarySpans:
         current = trace.get_current_span()
         if _stands_for(current, boundary):
             run = _Run(span=None, merged=current)
-        elif self._mode == "enrich":
+        elif self._mode == "enrich" or _drawn_by_langchain(boundary):
             return None
         else:
             run = _Run(span=self._begin(boundary))
@@ -283,14 +284,27 @@ def _stands_for(span: Span, boundary: BoundaryStart) -> bool:
     return _scope_of(span) != SCOPE or boundary.call_id is None
 
 
+def _drawn_by_langchain(boundary: BoundaryStart) -> bool:
+    """Whether the official instrumentation is about to draw this tool itself.
+
+    Our adapter's hook around a tool call (it knows the call's id) begins before LangChain's callback does.
+    """
+    if boundary.kind != "tool" or boundary.call_id is None or not _active(*_OFFICIAL_LANGCHAIN):
+        return False
+    config = sys.modules.get("langchain_core.runnables.config")
+    return config is not None and config.var_child_runnable_config.get() is not None
+
+
 def _tokens_reported_elsewhere() -> bool:
-    for module_name, class_name in _FOREIGN_INSTRUMENTORS:
-        module = sys.modules.get(module_name)
-        instrumentor = getattr(module, class_name, None) if module is not None else None
-        # Instrumentors are singletons: making one gives the one that may be active.
-        if instrumentor is not None and instrumentor().is_instrumented_by_opentelemetry:
-            return True
-    return False
+    return any(_active(*instrumentor) for instrumentor in _FOREIGN_INSTRUMENTORS)
+
+
+def _active(module_name: str, class_name: str) -> bool:
+    """Whether an instrumentation is loaded and in force."""
+    module = sys.modules.get(module_name)
+    instrumentor = getattr(module, class_name, None) if module is not None else None
+    # Instrumentors are singletons: making one gives the one that may be in force.
+    return instrumentor is not None and bool(instrumentor().is_instrumented_by_opentelemetry)
 
 
 def _type_of(error: BaseException | None) -> str | None:

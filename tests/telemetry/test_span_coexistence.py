@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from agentspec_runtime import configure_tracing, instrument, session, tool
+from agentspec_runtime.adapters.langgraph import AgentSpecMiddleware
 from agentspec_runtime.telemetry.client import Tracing
 from agentspec_runtime.telemetry.otlp import SpanRecord
 from agentspec_runtime.telemetry.receiver import OtlpReceiver
@@ -61,7 +62,7 @@ def openinference(tracing: Tracing) -> Iterator[None]:
     instrumentor.uninstrument()
 
 
-def run_agent(server: MockVLLM, *, stream: bool = False) -> None:
+def run_agent(server: MockVLLM, *, stream: bool = False, middleware: bool = False) -> None:
     """A LangGraph agent with two parallel tool calls, its tool marked by our decorator."""
     agents = pytest.importorskip("langchain.agents")
     langchain_openai = pytest.importorskip("langchain_openai")
@@ -74,7 +75,8 @@ def run_agent(server: MockVLLM, *, stream: bool = False) -> None:
         return a + b
 
     model = langchain_openai.ChatOpenAI(model="m", base_url=server.url, api_key="unused")
-    agent = agents.create_agent(model, tools=[add], name="coder")
+    hooks = [AgentSpecMiddleware()] if middleware else []
+    agent = agents.create_agent(model, tools=[add], name="coder", middleware=hooks)
     question = {"messages": QUESTION}
     if stream:
         for _ in agent.stream(question, stream_mode="messages"):
@@ -94,13 +96,14 @@ def sums(spans: list[SpanRecord], *names: str) -> int:
     )
 
 
+@pytest.mark.parametrize("middleware", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.usefixtures("official_langchain")
 def test_official_langchain_and_ours_are_one_tree(
-    tracing: Tracing, server: MockVLLM, receiver: OtlpReceiver, stream: bool
+    tracing: Tracing, server: MockVLLM, receiver: OtlpReceiver, stream: bool, middleware: bool
 ) -> None:
     """Five spans as the official package alone makes, with our attributes on the chats and no doubles."""
-    run_agent(server, stream=stream)
+    run_agent(server, stream=stream, middleware=middleware)
     spans = collect(tracing, receiver)
     names = Counter(span.name for span in spans)
     assert names == {"invoke_agent coder": 1, "chat m": 2, "execute_tool add": 2}
@@ -155,6 +158,24 @@ def test_alone_ours_draws_tools_and_calls(tracing: Tracing, server: MockVLLM, re
     run_agent(server)
     names = Counter(span.name for span in collect(tracing, receiver))
     assert names == {"chat m": 2, "execute_tool add": 2}
+
+
+def test_the_middleware_knows_the_calls_of_its_tools(
+    tracing: Tracing, server: MockVLLM, receiver: OtlpReceiver
+) -> None:
+    """With our middleware tools carry their call ids, are drawn once, and the next call links to them."""
+    with session("s", agent="coder"):
+        run_agent(server, middleware=True)
+    spans = collect(tracing, receiver)
+    tools = [span for span in spans if span.name == "execute_tool add"]
+    assert sorted(str(span.attributes["gen_ai.tool.call.id"]) for span in tools) == [
+        "call_0_add",
+        "call_1_add",
+    ]
+    first, second = [span for span in spans if span.name == "chat m"]
+    assert first.links == ()
+    assert set(second.links) == {(span.trace_id, span.span_id) for span in (*tools, first)}
+    assert len({span.trace_id for span in spans}) == 1
 
 
 def test_enrich_makes_no_span_of_its_own(server: MockVLLM, receiver: OtlpReceiver) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import openai
 import pytest
+from agentspec_runtime.adapters.langgraph import AgentSpecMiddleware
 
 from agentspec_runtime import configure_tracing, instrument, session, tool
-from agentspec_runtime.adapters.langgraph import AgentSpecMiddleware
 from agentspec_runtime.telemetry.client import Tracing
 from agentspec_runtime.telemetry.otlp import SpanRecord
 from agentspec_runtime.telemetry.receiver import OtlpReceiver

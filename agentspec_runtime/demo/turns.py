@@ -64,12 +64,17 @@ class Turn:
 
     @property
     def count(self) -> Tokens:
-        """Tokens of this turn. A server without drafting takes one step per token."""
+        """Tokens of this turn. A server without drafting takes one step per token.
+
+        Steps are the engine's where it reported blocks. The client can only subtract, and is one short when
+        an answer ends inside an accepted draft: that step adds no token of its own.
+        """
         report = self.report
         tokens = report.completion_tokens or 0
+        steps = tokens if report.num_steps is None else report.num_steps
         return Tokens(
             tokens=tokens,
-            steps=tokens if report.num_steps is None else report.num_steps,
+            steps=sum(block.count.steps for block in self.blocks) or steps,
             drafted=report.drafted or 0,
             accepted=report.accepted or 0,
         )

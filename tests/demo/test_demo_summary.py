@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,14 @@ def test_a_plain_turn_takes_one_step_per_token() -> None:
     assert turn().count == Tokens(tokens=40, steps=40, drafted=0, accepted=0)
     assert turn(**DRAFTED).count == Tokens(tokens=40, steps=10, drafted=50, accepted=30)
     assert turn(**DRAFTED).count.rejected == 20
+
+
+def test_steps_are_the_engines_where_it_reported_them() -> None:
+    blocks = (
+        Block(kind="text", count=Tokens(tokens=4, steps=3), seconds=0.1),
+        Block(kind="code", count=Tokens(tokens=36, steps=8), seconds=0.1),
+    )
+    assert replace(turn(**DRAFTED), blocks=blocks).count.steps == 11
 
 
 def test_blocks_are_found_by_response_id_in_order_of_time() -> None:

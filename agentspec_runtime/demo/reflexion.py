@@ -133,24 +133,20 @@ _REFLECT_SYSTEM: Final = (
 _PROGRAM_TOKENS: Final = 160
 _REFLECTION_TOKENS: Final = 64
 _MEMORY_TRIALS: Final = 2
-"""Trials that the actor is reminded of; more do not fit a small context and help little."""
+"""Trials whose reflections the actor is reminded of; more confuse a small model."""
 
 
 def act(task: FunctionTask, chat: Chat, memory: Sequence[Trial]) -> str:
-    """Actor: write the program, with earlier attempts and their reflections in view."""
+    """Actor: write the program; after a failed trial with the tests and the latest reflections in view."""
+    request = f"Complete this function:\n```python\n{task.stub}```"
+    if memory:
+        tests = [f"assert {check.call} == {check.expected}" for check in task.visible]
+        lessons = [trial.reflection for trial in memory[-_MEMORY_TRIALS:]]
+        request += "\n".join(["\nIt must pass these tests:", *tests, *lessons])
     messages: list[Message] = [
         {"role": "system", "content": _ACT_SYSTEM},
-        {"role": "user", "content": f"Complete this function:\n```python\n{task.stub}```"},
+        {"role": "user", "content": request},
     ]
-    for trial in memory[-_MEMORY_TRIALS:]:
-        messages.append({"role": "assistant", "content": f"```python\n{trial.program}```"})
-        messages.append(
-            {
-                "role": "user",
-                "content": f"{trial.evaluation.feedback}\nNote: {trial.reflection}\n"
-                "Write the complete corrected function.",
-            }
-        )
     return extract_program(chat(messages, max_tokens=_PROGRAM_TOKENS, expect="code"))
 
 

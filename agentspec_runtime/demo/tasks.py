@@ -67,11 +67,11 @@ FUNCTION_TASKS: Final = (
         {"sum_even([-2, 5])": "-2", "sum_even([7])": "0"},
     ),
     _function(
-        "fizzbuzz",
-        "n",
-        "Return 'Fizz' if n is divisible by 3, 'Buzz' if by 5, 'FizzBuzz' if by both, else str(n).",
-        {"fizzbuzz(3)": "'Fizz'", "fizzbuzz(15)": "'FizzBuzz'", "fizzbuzz(7)": "'7'"},
-        {"fizzbuzz(10)": "'Buzz'", "fizzbuzz(30)": "'FizzBuzz'"},
+        "average",
+        "numbers",
+        "Return the mean of the numbers, or 0 for an empty list.",
+        {"average([1, 2, 3])": "2", "average([])": "0"},
+        {"average([4])": "4", "average([1, 2])": "1.5"},
     ),
     _function(
         "is_palindrome",

@@ -163,7 +163,7 @@ REFERENCE = {
     "area": "def area(width, height):\n    return width * height\n",
     "factorial": "def factorial(n):\n    return 1 if n < 2 else n * factorial(n - 1)\n",
     "sum_even": SUM_EVEN,
-    "fizzbuzz": "def fizzbuzz(n):\n    return 'Fizz' * (n % 3 == 0) + 'Buzz' * (n % 5 == 0) or str(n)\n",
+    "average": "def average(numbers):\n    return sum(numbers) / len(numbers) if numbers else 0\n",
     "is_palindrome": "def is_palindrome(text):\n    return text.lower() == text.lower()[::-1]\n",
 }
 

@@ -32,7 +32,7 @@ SERVER = textwrap.dedent(
     if mode == "stubborn":
         import signal
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    time.sleep(0.3)
+    time.sleep(1.0)
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             self.send_response(200); self.end_headers()
@@ -112,11 +112,12 @@ def test_an_exception_ends_the_server_too(fake: Fake, tmp_path: Path, error: typ
 
 
 def test_ctrl_c_while_it_is_loading_ends_it(fake: Fake, tmp_path: Path) -> None:
-    def interrupt(waited_s: float) -> None:
-        if waited_s > 0.2:
+    log = tmp_path / "log"
+
+    def interrupt(_: float) -> None:
+        if "child" in log.read_text():
             raise KeyboardInterrupt
 
-    log = tmp_path / "log"
     with pytest.raises(KeyboardInterrupt), running_server(fake, log=log, on_wait=interrupt):
         pytest.fail("it was never ready")
     assert gone(child_of(log))

@@ -1,4 +1,4 @@
-"""The recordings that are committed can be read, are small, and hold nothing of the machine they come from."""
+"""The committed recordings can be read, are small, and hold nothing of the machine they come from."""
 
 from __future__ import annotations
 

@@ -62,11 +62,11 @@ def test_feedback_and_reflection_reach_the_next_trial() -> None:
     outcome = solve(TASK, model)
     assert outcome.solved
     assert [kind for kind, _ in model.asked] == ["code", "text", "code"]
-    critic, actor = model.asked[1][1][-1]["content"], model.asked[2][1]
+    critic, actor = model.asked[1][1][-1]["content"], model.asked[2][1][-1]["content"]
     assert "double(2) returned 2, expected 4" in critic
     assert WRONG in critic
-    assert "Note: Multiply by two." in actor[-1]["content"]
-    assert WRONG in actor[-2]["content"]
+    assert "assert double(2) == 4\nMultiply by two." in actor
+    assert "assert" not in model.asked[0][1][-1]["content"]
 
 
 def test_the_loop_stops_at_its_limit_and_does_not_reflect_on_the_last_trial() -> None:
@@ -77,10 +77,12 @@ def test_the_loop_stops_at_its_limit_and_does_not_reflect_on_the_last_trial() ->
     assert model.answers == {"code": [], "text": []}
 
 
-def test_memory_is_bounded() -> None:
-    model = Scripted([fenced(WRONG)] * 5, ["no idea"] * 4)
-    solve(TASK, model, max_trials=5)
-    assert max(len(messages) for _, messages in model.asked) == 2 + 2 * 2
+def test_memory_holds_the_latest_reflections_only() -> None:
+    model = Scripted([fenced(WRONG)] * 4, ["lesson one", "lesson two", "lesson three"])
+    solve(TASK, model, max_trials=4)
+    last = model.asked[-1][1][-1]["content"]
+    assert "lesson two\nlesson three" in last
+    assert "lesson one" not in last
 
 
 def test_hidden_tests_decide_but_are_never_shown() -> None:

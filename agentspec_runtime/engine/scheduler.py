@@ -149,6 +149,11 @@ def _check_config(vllm_config: VllmConfig) -> None:
             "AgentSpecScheduler drafts from the tokens of the step before, which asynchronous scheduling "
             "does not have yet: pass --no-async-scheduling (agentspec engine-args does)"
         )
+    if vllm_config.model_config.has_inner_state:
+        raise ConfigurationError(
+            f"{vllm_config.model_config.model!r} has recurrent layers, from whose state a rejected draft cannot "
+            "be taken back (vLLM issue 39273: garbled text): use `agentspec serve --plain` for it"
+        )
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         raise ConfigurationError(
             "AgentSpecScheduler does not work with pipeline parallelism (several steps are in flight): "

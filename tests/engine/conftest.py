@@ -2,4 +2,4 @@
 
 import pytest
 
-pytest.register_assert_rewrite("scripted_engine")
+pytest.register_assert_rewrite("conversation", "scripted_engine")

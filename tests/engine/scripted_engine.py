@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -159,6 +160,7 @@ class ScriptedEngine:
         hint: Hint | str | None = None,
         max_tokens: int = 10_000,
         cache_salt: str | None = None,
+        adapter: str | None = None,
         **sampling: Any,
     ) -> Request:
         """A request that will be answered with `answer` and then the end token."""
@@ -173,6 +175,9 @@ class ScriptedEngine:
             sampling_params=params,
             pooling_params=None,
             cache_salt=cache_salt,
+            lora_request=LoRARequest(adapter, 1 + ord(adapter[0]), f"/adapters/{adapter}")
+            if adapter
+            else None,
             block_hasher=self._hasher,
         )
         self.script[req_id] = [*answer, EOS]

@@ -118,6 +118,19 @@ def test_drafts_come_from_other_sessions_of_the_same_tenant_only(model: Path) ->
     assert steps["other"] == steps["none"] == 59
 
 
+def test_adapters_do_not_draft_from_each_other(model: Path) -> None:
+    """FR-14: another adapter's text predicts badly, and is another model's text."""
+    engine = ScriptedEngine(model)
+    steps = {}
+    for name, adapter in (("first", "a"), ("same", "a"), ("other", "b"), ("base", None)):
+        before = engine.num_steps
+        engine.add(name, [1, 3, TEXT[0], TEXT[1]], TEXT[2:], adapter=adapter)
+        engine.run()
+        steps[name] = engine.num_steps - before
+    assert steps["same"] < 20
+    assert steps["first"] == steps["other"] == steps["base"] == 59
+
+
 @pytest.mark.parametrize("scope", ["session", "request"])
 def test_the_server_can_narrow_the_scope(model: Path, scope: str) -> None:
     """The operator's setting binds: a hint that asks for more gets no more."""
@@ -459,6 +472,15 @@ def test_needs_a_speculative_config(model: Path) -> None:
             structured_output_manager=engine.scheduler.structured_output_manager,
             block_size=BLOCK_SIZE,
         )
+
+
+def test_models_with_recurrent_layers_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FR-23: a rejected draft cannot be taken back from their state. No silent corruption."""
+    from vllm.config import ModelConfig
+
+    monkeypatch.setattr(ModelConfig, "has_inner_state", property(lambda _: True))
+    with pytest.raises(ConfigurationError, match="--plain"):
+        ScriptedEngine(model)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -149,7 +149,7 @@ def check_alive(process: subprocess.Popen[bytes], log: Path, deadline: float) ->
 def test_taken_port_is_said_before_a_model_is_loaded(engine_server, tmp_path: Path):
     port = engine_server.base_url.split(":")[2].split("/")[0]
     process = start("--", "--port", port, log=tmp_path / "log")
-    assert process.wait(90) == 2
+    assert process.wait(180) == 2
     said = (tmp_path / "log").read_text()
     assert f"agentspec: port {port} is in use by process" in said
     assert "--port N" in said
@@ -157,16 +157,14 @@ def test_taken_port_is_said_before_a_model_is_loaded(engine_server, tmp_path: Pa
     assert "Starting to load model" not in said
 
 
-@pytest.mark.parametrize("kill", [os.killpg, os.kill])
-def test_ctrl_c_while_it_starts_ends_it_at_once(kill: Callable[[int, int], None], tmp_path: Path):
-    """A terminal signals every process of the group, a supervisor only the first."""
+def test_ctrl_c_while_it_starts_ends_it_at_once(tmp_path: Path):
     log = tmp_path / "log"
     process = start("--port", str(free_port()), "--enforce-eager", log=log)
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 180
     while b"Initializing a V1 LLM engine" not in log.read_bytes():
         check_alive(process, log, deadline)
         time.sleep(0.2)
-    kill(process.pid, signal.SIGINT)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to every process of the group
     assert process.wait(30) == 0, log.read_text()[-3000:]
     assert "agentspec: stopped before the server was ready" in log.read_text()
 

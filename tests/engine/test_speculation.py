@@ -532,9 +532,13 @@ def test_models_with_recurrent_layers_are_refused(model: Path, monkeypatch: pyte
         ScriptedEngine(model)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{}", "[]", '{"coefficients": [1, 2]}', '{"coefficients": ["a", 1, 1, 1]}', None]
-)
+UNUSABLE = ["", "{}", "[]", None] + [
+    json.dumps({"coefficients": values})
+    for values in ([1, 2], ["a", 1, 1, 1], [0, 0, 1, 1], [float("nan")] * 4, [1, -1, 0, 0], [1, 1, 1, -1e-9])
+]
+
+
+@pytest.mark.parametrize("text", UNUSABLE)
 def test_a_cost_curve_that_cannot_be_read_is_refused(model: Path, tmp_path: Path, text: str | None) -> None:
     path = tmp_path / "curve.json"
     if text is not None:

@@ -29,7 +29,7 @@ from uuid import uuid4
 
 from agentspec_runtime.client.context import CallContext, Session, ToolRun, clean_name, named_session
 from agentspec_runtime.client.instrument import instrument
-from agentspec_runtime.client.observer import ReportedToolError
+from agentspec_runtime.client.observer import BoundaryStart, ReportedToolError
 from agentspec_runtime.client.scope import Pieces, Scope, agent_boundary, current, tool_boundary
 from agentspec_runtime.client.tool import result_kinds
 from agentspec_runtime.errors import ConfigurationError, MissingDependencyError
@@ -197,7 +197,17 @@ def _run_pieces(graph: Pregel[Any, Any, Any, Any], name: str | None, config: obj
         context = outer.under(agent)
         return replace(context, session=session, refine=lambda inner: _at_node(inner, context, place))
 
-    return Pieces(derive, agent_boundary if own is not None else None)
+    return Pieces(derive, agent_boundary if own is not None else _nameless_boundary)
+
+
+def _nameless_boundary(context: CallContext) -> BoundaryStart | None:
+    """A run of a graph without a name is a boundary where nothing is around it: one run, one trace."""
+    if context.agent is not None:
+        return None
+    session = context.session.id if context.session is not None else None
+    return BoundaryStart(
+        kind="agent", name=_UNNAMED, call_id=None, session=session, agent=None, parent=context.parent
+    )
 
 
 def _name_of(graph: Pregel[Any, Any, Any, Any]) -> str | None:

@@ -14,6 +14,10 @@ from typing import Any
 import pytest
 from agent_builds import BY_NAME, THREAD, build, cases, run, serve
 from agentspec_runtime.adapters.langgraph import wrap
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
 
 import agentspec_runtime
 from agentspec_runtime.client.call import Call
@@ -25,6 +29,7 @@ from agentspec_runtime.client.observer import (
 )
 from agentspec_runtime.client.report import CallReport
 from agentspec_runtime.client.scope import current
+from agentspec_runtime.telemetry.client import install_span_observers
 from agentspec_runtime.testing import MockVLLM
 
 
@@ -59,10 +64,16 @@ def plain_run(style: str, mode: str, scenario: str) -> list[Any]:
 
 
 def wrapped_run(
-    style: str, mode: str, scenario: str, server: MockVLLM
+    style: str, mode: str, scenario: str, server: MockVLLM, exporter: InMemorySpanExporter | None = None
 ) -> tuple[list[Any], list[CallReport], Watcher]:
     watcher = Watcher()
-    undo = register_call_observer(watcher), register_boundary_observer(watcher)
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exporter or InMemorySpanExporter()))
+    undo = (
+        register_call_observer(watcher),
+        register_boundary_observer(watcher),
+        install_span_observers(provider),
+    )
     try:
         with agentspec_runtime.instrument(), agentspec_runtime.collect_calls() as calls:
             agent = build(style, scenario, server.url)
@@ -83,7 +94,8 @@ def wrapped_run(
 def test_wrapped_equals_plain(style: str, mode: str, scenario: str) -> None:
     expected = plain_run(style, mode, scenario)
     with serve(scenario) as server:
-        pictures, calls, watcher = wrapped_run(style, mode, scenario, server)
+        exporter = InMemorySpanExporter()
+        pictures, calls, watcher = wrapped_run(style, mode, scenario, server, exporter)
 
         assert pictures == expected
         assert server.requests, "the agent called no model"
@@ -104,6 +116,7 @@ def test_wrapped_equals_plain(style: str, mode: str, scenario: str) -> None:
     assert watcher.open == []
     assert current().session is None
     check_boundaries(style, scenario, watcher)
+    check_traces(style, scenario, list(exporter.get_finished_spans()), len(calls))
     gc.collect()
     assert not [item for item in gc.get_objects() if isinstance(item, Call)]
 
@@ -132,6 +145,29 @@ def check_boundaries(style: str, scenario: str, watcher: Watcher) -> None:
             assert set(names) <= {"CancelledError"}
         case _:
             assert names == []
+
+
+def check_traces(style: str, scenario: str, spans: list[ReadableSpan], num_calls: int) -> None:
+    """One tree per run: the agent on top, calls and tools under it, no error where nothing failed."""
+    runs = 2 if scenario == "interrupt" and style != "raw" else 1
+    roots = [span for span in spans if span.parent is None]
+    assert [span.name.split()[0] for span in roots] == ["invoke_agent"] * runs
+    assert len({span.context.trace_id for span in spans}) == runs
+    by_id = {span.context.span_id: span for span in spans}
+    below = [span for span in spans if span.parent is not None]
+    assert {by_id[span.parent.span_id].name.split()[0] for span in below if span.parent} <= {"invoke_agent"}
+    assert sum(span.name.startswith("chat") for span in spans) == num_calls
+    failed = {span.name.split()[0] for span in spans if span.status.status_code is StatusCode.ERROR}
+    top = set() if style == "raw" else {"invoke_agent"}  # a raw agent's error is caught inside its session
+    match scenario:
+        case "tool_raises":
+            assert failed == {"execute_tool"} | top
+        case "timeout":
+            assert failed == {"chat"} | top
+        case "cancel":
+            assert failed <= {"invoke_agent"}
+        case _:
+            assert failed == set()
 
 
 @pytest.mark.parametrize("mode", ["invoke", "ainvoke", "stream", "astream"])

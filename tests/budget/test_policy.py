@@ -277,7 +277,7 @@ def test_fixed_budget_learns_the_step_time_for_the_report() -> None:
 
 @pytest.mark.xfail(
     strict=True,
-    reason="GoodputBudget.choose reports the survival of the slot with the least worth per cost; with unequal "
+    reason="GoodputBudget.choose reports the survival of the slot with the least worth; with unequal "
     "contexts that is not the least survival admitted, which `Plan.price` promises",
 )
 def test_the_price_is_the_least_survival_that_was_admitted() -> None:

@@ -61,10 +61,7 @@ RULES: Final = {
         lazy=names("pydantic grpc"),
     ),
     "embedded": Rule(own=names("errors"), eager=names("pydantic"), lazy=names("transformers")),
-    "adapters": Rule(
-        own=names("errors hints client"),
-        eager=names("langchain langchain_core langchain_openai langgraph"),
-    ),
+    "adapters": Rule(own=names("errors hints client")),
     "bench": Rule(own=ANY, eager=ANY, own_lazy=ANY, lazy=ANY),
     "demo": Rule(own=ANY, eager=ANY, own_lazy=ANY, lazy=ANY),
     "_scripted": Rule(),
@@ -75,6 +72,14 @@ RULES: Final = {
     "cli": Rule(own=names("errors"), own_lazy=ANY, eager=names("typer")),
     "__main__": Rule(own=names("cli")),
     "__init__": Rule(own_lazy=ANY),
+}
+# An adapter imports its own framework and no other.
+FRAMEWORKS: Final = {
+    "langgraph": names("langchain langchain_core langchain_openai langgraph"),
+    "openai": names("openai"),
+    "openai_agents": names("agents openai"),
+    "pydantic_ai": names("pydantic_ai"),
+    "dspy": names("dspy"),
 }
 # A module of `engine` that must be importable without vLLM: the API process's part and everything of the CLI.
 WITHOUT_VLLM: Final = names("args compat config host middleware serve server_plan")
@@ -130,6 +135,8 @@ def violations(folder: str, path: Path) -> Iterator[str]:
                 yield where
         else:
             allowed = rule.eager | (rule.lazy if item.lazy else frozenset())
+            if folder == "adapters":
+                allowed |= FRAMEWORKS.get(path.stem, frozenset())
             if top not in allowed and "*" not in allowed:
                 yield where
 

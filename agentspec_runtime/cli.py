@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, NoReturn
@@ -145,7 +146,7 @@ def serve(
         plain=plain,
         config=config,
         tenant_from=parse_tenant_source(tenant_from) if tenant_from else None,
-        otlp=_otlp(otlp_endpoint),
+        otlp=_otlp(otlp_endpoint, context.args),
     )
     run_server(context.args, options, _say)
 
@@ -303,12 +304,28 @@ def _engine_config(
     )
 
 
-def _otlp(endpoint: str | None) -> tuple[str, str] | None:
-    if endpoint is None:
-        return None
-    from agentspec_runtime.telemetry.export import destination
+def _otlp(endpoint: str | None, arguments: Sequence[str]) -> tuple[str, str] | None:
+    """Endpoint and protocol of spans: the option, else the standard variables.
 
-    target = destination(endpoint)
+    The variables count because vLLM passes the caller's trace context to its engine only when its own
+    tracing is on: without this, the engine's spans would stand in traces of their own.
+    """
+    if endpoint is None:
+        by_flag = any(argument.startswith("--otlp-traces-endpoint") for argument in arguments)
+        if by_flag or not any(name.startswith("OTEL_EXPORTER_OTLP") for name in os.environ):
+            return None
+    from agentspec_runtime.telemetry.export import destination, tracing_disabled
+
+    if endpoint is None and tracing_disabled():
+        return None
+    try:
+        target = destination(endpoint)
+    except ConfigurationError as error:
+        if endpoint is not None:
+            raise
+        # A variable meant for another program must not keep a server from starting.
+        _say(f"no spans: {error}")
+        return None
     return (target.endpoint, target.protocol) if target else None
 
 

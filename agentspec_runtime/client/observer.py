@@ -62,7 +62,10 @@ class CallStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundaryStart:
-    """A tool or an agent that is about to run. `call_id` is the id of the tool call, where known."""
+    """A tool or an agent that is about to run. `call_id` is the id of the tool call, where known.
+
+    `framework` names the framework whose hook noticed it ("langchain"); None for what the user marked.
+    """
 
     kind: Literal["agent", "tool"]
     name: str
@@ -70,6 +73,7 @@ class BoundaryStart:
     session: str | None
     agent: str | None
     parent: str | None
+    framework: str | None = None
 
 
 class CallObserver(Protocol):

@@ -177,7 +177,7 @@ class _Piece(AbstractContextManager[None]):
         self._scope.leave()
 
 
-def agent_boundary(context: CallContext) -> BoundaryStart | None:
+def agent_boundary(context: CallContext, framework: str | None = None) -> BoundaryStart | None:
     """The boundary that observers see where an agent begins."""
     if context.agent is None:
         return None
@@ -188,10 +188,11 @@ def agent_boundary(context: CallContext) -> BoundaryStart | None:
         session=context.session.id if context.session else None,
         agent=context.agent,
         parent=context.parent,
+        framework=framework,
     )
 
 
-def tool_boundary(context: CallContext) -> BoundaryStart | None:
+def tool_boundary(context: CallContext, framework: str | None = None) -> BoundaryStart | None:
     """The boundary that observers see where a tool begins."""
     if context.tool is None:
         return None
@@ -202,4 +203,5 @@ def tool_boundary(context: CallContext) -> BoundaryStart | None:
         session=context.session.id if context.session else None,
         agent=context.agent,
         parent=context.parent,
+        framework=framework,
     )

@@ -6,6 +6,7 @@ to drafted, in every dimension. Knows nothing of vLLM.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -19,6 +20,8 @@ from agentspec_runtime.observe import BlockReport, DraftSource, RequestReport, V
 __all__ = ["RequestLedger", "StepContext", "VerdictCounts"]
 
 _MAX_STEPS: Final = 65_536
+_TAIL_STEPS: Final = 64
+"""Steps that can be taken back: how far the engine may run ahead of the API that finds a stop string."""
 _MAX_BLOCKS: Final = 1_024
 """An answer with more blocks than that puts the rest into its last one; the sums stay exact."""
 
@@ -88,10 +91,25 @@ class _Block:
         )
 
 
-class RequestLedger:
-    """Account of one request from arrival to its end. Times in seconds since the epoch."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TailStep:
+    """A step that may have to be taken back: the block of each emitted token, and the accepted drafts."""
 
-    def __init__(self, *, hint: Hint | None, num_prompt_tokens: int, arrival_s: float) -> None:
+    blocks: tuple[_Block, ...]
+    sources: tuple[int, ...]
+    num_accepted: int
+    index: int
+
+
+class RequestLedger:
+    """Account of one request from arrival to its end. Times in seconds since the epoch.
+
+    With `can_cut` the last steps are remembered token by token, for `cut`.
+    """
+
+    def __init__(
+        self, *, hint: Hint | None, num_prompt_tokens: int, arrival_s: float, can_cut: bool = False
+    ) -> None:
         self.hint = hint
         self.num_prompt_tokens = num_prompt_tokens
         self.arrival_s = arrival_s
@@ -102,6 +120,30 @@ class RequestLedger:
         self._drafted: list[int] = []
         self._accepted: list[int] = []
         self._num_tokens = 0
+        self._tail: deque[_TailStep] | None = deque(maxlen=_TAIL_STEPS) if can_cut else None
+
+    @property
+    def num_recent(self) -> int:
+        """Tokens of the remembered steps."""
+        return sum(len(step.blocks) for step in self._tail or ())
+
+    def cut(self, num_tokens: int) -> None:
+        """Take back the last tokens: they were emitted, and lie behind the end of the answer.
+
+        Their steps were run and stay counted; accepted draft tokens among them become discarded.
+        """
+        while num_tokens > 0 and self._tail:
+            step = self._tail.pop()
+            keep = max(len(step.blocks) - num_tokens, 0)
+            for position in range(keep, len(step.blocks)):
+                block = step.blocks[position]
+                block.tokens -= 1
+                if position < step.num_accepted:
+                    block.counts.add(block.kind, step.sources[position], 0, -1, 1)
+            if step.index < len(self._accepted):
+                self._accepted[step.index] = min(step.num_accepted, keep)
+            self._num_tokens -= len(step.blocks) - keep
+            num_tokens -= len(step.blocks) - keep
 
     def add_step(
         self,
@@ -117,7 +159,9 @@ class RequestLedger:
         """
         if self.first_token_s == 0.0:
             self.first_token_s = step.end_s
-        if len(self._drafted) < _MAX_STEPS:
+        index = len(self._drafted)
+        emitted: list[_Block] = []
+        if index < _MAX_STEPS:
             self._drafted.append(len(sources))
             self._accepted.append(num_accepted)
         position = 0
@@ -131,6 +175,8 @@ class RequestLedger:
                 block.budget += step.budget
                 block.durations.append(step.duration_s)
             self._num_tokens += span.num_tokens
+            if self._tail is not None:
+                emitted += [block] * span.num_tokens
             # Accepted draft tokens are the first emitted ones; what was not accepted is charged to the
             # block in which the draft ended.
             end = position + span.num_tokens
@@ -139,6 +185,12 @@ class RequestLedger:
                 block, sources, position, len(sources) if last else end, num_accepted, num_discarded, totals
             )
             position = end
+        if self._tail is not None:
+            self._tail.append(
+                _TailStep(
+                    blocks=tuple(emitted), sources=tuple(sources), num_accepted=num_accepted, index=index
+                )
+            )
 
     def _open(self, span: BlockSpan, step: StepContext) -> _Block:
         if span.block != self._last_block and len(self._blocks) < _MAX_BLOCKS:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -28,7 +28,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from agentspec_runtime.budget import CostCurve, FixedBudget, GoodputBudget, StepCost
-from agentspec_runtime.drafting import Drafter, DraftingConfig, DraftScope
+from agentspec_runtime.drafting import Drafter, DraftingConfig, DraftScope, TokenTable
 from agentspec_runtime.engine.config import ADDITIONAL_CONFIG_KEY, EngineConfig
 from agentspec_runtime.engine.guard import Guard
 from agentspec_runtime.engine.speculation import Speculation
@@ -191,8 +191,21 @@ def _build_speculation(
         model=model_config.served_model_name or model_config.model,
         structured_output=scheduler.structured_output_manager,
         observer=_build_observer(config),
+        token_text=_token_text(vocabulary),
         block_tokens=getattr(scheduler, "hash_block_size", 0) or scheduler.block_size if hashing else 0,
     )
+
+
+def _token_text(vocabulary: TokenTable) -> Callable[[int], bytes]:
+    """Bytes of a token; control tokens (class 0) have none, as in an answer's text."""
+    text, offsets, classes = vocabulary.text, vocabulary.offsets, vocabulary.classes
+
+    def of(token_id: int, /) -> bytes:
+        if not 0 <= token_id < vocabulary.vocab_size or classes[token_id] == 0:
+            return b""
+        return text[offsets[token_id] : offsets[token_id + 1]].tobytes()
+
+    return of
 
 
 def _build_observer(config: EngineConfig) -> Observer | None:

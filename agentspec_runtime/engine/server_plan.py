@@ -219,6 +219,9 @@ def _otlp_arguments(
     # vLLM looks at this variable only, takes gRPC without it, and then sends to an HTTP port in vain.
     if "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL" not in environment:
         variables["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] = protocol
+    # vLLM's spans would otherwise come from a service "unknown_service:python", beside ours.
+    if "OTEL_SERVICE_NAME" not in environment:
+        variables["OTEL_SERVICE_NAME"] = "agentspec-engine"
     return ["--otlp-traces-endpoint", endpoint]
 
 

@@ -22,11 +22,13 @@ from agentspec_runtime.drafting.blocks import kind_code
 from agentspec_runtime.engine.config import EngineConfig
 from agentspec_runtime.engine.guard import Guard
 from agentspec_runtime.engine.ledger import RequestLedger, StepContext, VerdictCounts
+from agentspec_runtime.engine.stop_strings import StopStrings, TokenText
 from agentspec_runtime.errors import HintError
 from agentspec_runtime.hints import HINT_VERSION, XARGS_KEY, Hint, decode_hint
 from agentspec_runtime.observe import Observer, StepReport
 
 if TYPE_CHECKING:
+    from vllm import SamplingParams
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.request import Request
@@ -54,6 +56,7 @@ class _Live:
     cap: int
     weight: float
     num_cached_tokens: int = 0
+    stops: StopStrings | None = None
 
 
 @dataclass(slots=True)
@@ -87,6 +90,7 @@ class Speculation:
         structured_output: StructuredOutputManager,
         observer: Observer | None = None,
         block_tokens: int = 0,
+        token_text: TokenText = lambda _: b"",
         clock: Callable[[], float] = time.perf_counter,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -101,6 +105,7 @@ class Speculation:
         self._structured_output = structured_output
         self._observer = observer
         self._block_tokens = block_tokens
+        self._token_text = token_text
         self._clock = clock
         self._wall = wall
         self._live: dict[str, _Live] = {}
@@ -118,8 +123,15 @@ class Speculation:
             return
         hint = self._read_hint(params.extra_args)
         session = (hint.session if hint else None) or request.session_id
-        ledger = RequestLedger(hint=hint, num_prompt_tokens=len(prompt), arrival_s=self._wall())
-        live = _Live(request, hint, session, ledger, self._drafter.config.num_speculative_tokens, 1.0)
+        stops = _stop_strings(params)
+        ledger = RequestLedger(
+            hint=hint,
+            num_prompt_tokens=len(prompt),
+            arrival_s=self._wall(),
+            can_cut=stops is not None and self._observer is not None,
+        )
+        cap = self._drafter.config.num_speculative_tokens
+        live = _Live(request, hint, session, ledger, cap, 1.0, stops=stops)
         self._live[request.request_id] = live
         if hint is not None:
             live.weight = _LATENCY_WEIGHT[hint.latency]
@@ -152,6 +164,8 @@ class Speculation:
         observer, request = self._observer, live.request
         if observer is None:
             return
+        if live.stops is not None:
+            reason = self._cut_at_stop(live, live.stops, reason)
         report = live.ledger.report(
             req_id=request.request_id,
             trace_headers=request.trace_headers,
@@ -163,6 +177,15 @@ class Speculation:
             model=self._model,
         )
         self._tell("on_request", lambda: observer.on_request(report))
+
+    def _cut_at_stop(self, live: _Live, stops: StopStrings, reason: str) -> str:
+        """Leave out of the account what the API cut off, and give the reason that it gave."""
+        token_ids = live.request.output_token_ids
+        kept = stops.num_kept(token_ids, self._token_text, num_recent=live.ledger.num_recent)
+        if kept is None:
+            return reason
+        live.ledger.cut(len(token_ids) - kept)
+        return "stop"
 
     def _read_hint(self, extra_args: Mapping[str, object] | None) -> Hint | None:
         if not self._config.hints or not extra_args or XARGS_KEY not in extra_args:
@@ -393,6 +416,13 @@ def _namespace(request: Request) -> str:
     """What isolates vLLM's prefix cache isolates draft memory: adapter and cache salt."""
     adapter = request.lora_request.lora_name if request.lora_request is not None else ""
     return f"{len(adapter)}:{adapter}:{request.cache_salt or ''}"
+
+
+def _stop_strings(params: SamplingParams) -> StopStrings | None:
+    stops = [params.stop] if isinstance(params.stop, str) else params.stop
+    if not stops or not params.detokenize:
+        return None
+    return StopStrings(stops=tuple(stop.encode() for stop in stops), min_tokens=params.min_tokens)
 
 
 def _temperature_bucket(temperature: float) -> int:

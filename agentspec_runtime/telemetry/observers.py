@@ -285,14 +285,8 @@ def _stands_for(span: Span, boundary: BoundaryStart) -> bool:
 
 
 def _drawn_by_langchain(boundary: BoundaryStart) -> bool:
-    """Whether the official instrumentation is about to draw this tool itself.
-
-    Our adapter's hook around a tool call (it knows the call's id) begins before LangChain's callback does.
-    """
-    if boundary.kind != "tool" or boundary.call_id is None or not _active(*_OFFICIAL_LANGCHAIN):
-        return False
-    config = sys.modules.get("langchain_core.runnables.config")
-    return config is not None and config.var_child_runnable_config.get() is not None
+    """Whether the official instrumentation is about to draw this itself: our adapter's hooks begin first."""
+    return boundary.framework == "langchain" and _active(*_OFFICIAL_LANGCHAIN)
 
 
 def _tokens_reported_elsewhere() -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 import pytest
-from agentspec_runtime.adapters.langgraph import AgentSpecMiddleware
+from agentspec_runtime.adapters.langgraph import AgentSpecMiddleware, wrap
 
 from agentspec_runtime import configure_tracing, instrument, session, tool
 from agentspec_runtime.telemetry.client import Tracing
@@ -62,7 +62,9 @@ def openinference(tracing: Tracing) -> Iterator[None]:
     instrumentor.uninstrument()
 
 
-def run_agent(server: MockVLLM, *, stream: bool = False, middleware: bool = False) -> None:
+def run_agent(
+    server: MockVLLM, *, stream: bool = False, middleware: bool = False, wrapped: bool = False
+) -> None:
     """A LangGraph agent with two parallel tool calls, its tool marked by our decorator."""
     agents = pytest.importorskip("langchain.agents")
     langchain_openai = pytest.importorskip("langchain_openai")
@@ -77,6 +79,8 @@ def run_agent(server: MockVLLM, *, stream: bool = False, middleware: bool = Fals
     model = langchain_openai.ChatOpenAI(model="m", base_url=server.url, api_key="unused")
     hooks = [AgentSpecMiddleware()] if middleware else []
     agent = agents.create_agent(model, tools=[add], name="coder", middleware=hooks)
+    if wrapped:
+        agent = wrap(agent)
     question = {"messages": QUESTION}
     if stream:
         for _ in agent.stream(question, stream_mode="messages"):
@@ -96,14 +100,14 @@ def sums(spans: list[SpanRecord], *names: str) -> int:
     )
 
 
-@pytest.mark.parametrize("middleware", [False, True])
+@pytest.mark.parametrize("hooks", ["none", "middleware", "wrapped"])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.usefixtures("official_langchain")
 def test_official_langchain_and_ours_are_one_tree(
-    tracing: Tracing, server: MockVLLM, receiver: OtlpReceiver, stream: bool, middleware: bool
+    tracing: Tracing, server: MockVLLM, receiver: OtlpReceiver, stream: bool, hooks: str
 ) -> None:
     """Five spans as the official package alone makes, with our attributes on the chats and no doubles."""
-    run_agent(server, stream=stream, middleware=middleware)
+    run_agent(server, stream=stream, middleware=hooks == "middleware", wrapped=hooks == "wrapped")
     spans = collect(tracing, receiver)
     names = Counter(span.name for span in spans)
     assert names == {"invoke_agent coder": 1, "chat m": 2, "execute_tool add": 2}

@@ -56,6 +56,10 @@ class CallRecorder(Protocol):
         """A call starts; the sink is fed with its answer."""
         ...
 
+    def close(self) -> None:
+        """Write what is open."""
+        ...
+
 
 class AnswerSink(Protocol):
     """Collects one answer."""

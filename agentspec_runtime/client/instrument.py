@@ -87,7 +87,10 @@ class _State:
 
     def restore(self, before: Settings | None) -> None:
         with self._lock:
-            self.active = before
+            dropped, self.active = self.active, before
+            if dropped is not None and dropped is not before and dropped.recorder is not None:
+                with shielded("closing a recording"):
+                    dropped.recorder.close()
             if before is not None:
                 return
             left = []

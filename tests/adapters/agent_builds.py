@@ -253,17 +253,17 @@ def _joined(chunks: list[Any]) -> dict[str, Any]:
 # Running --------------------------------------------------------------------------------------------------
 
 
-def run(agent: Any, style: str, mode: str, scenario: str) -> list[Any]:
+def run(agent: Any, style: str, mode: str, scenario: str, server: MockVLLM) -> list[Any]:
     """Run one cell and picture what came out, first run and resumed run."""
-    pictures = _run(agent, style, mode, scenario)
+    pictures = _run(agent, style, mode, scenario, server)
     if scenario == "parallel" and "stream" in mode:
         pictures[0] = sorted(map(repr, pictures[0]))  # whichever of the two tools is ready first
     return pictures
 
 
-def _run(agent: Any, style: str, mode: str, scenario: str) -> list[Any]:
+def _run(agent: Any, style: str, mode: str, scenario: str, server: MockVLLM) -> list[Any]:
     if mode.startswith("a"):
-        return asyncio.run(_arun(agent, style, mode, scenario))
+        return asyncio.run(_arun(agent, style, mode, scenario, server))
     pictures = [_outcome(lambda: _once(agent, style, mode, scenario, {"messages": [("user", "hi")]}))]
     if scenario == "interrupt" and style != "raw":
         pictures.append(_outcome(lambda: _once(agent, style, mode, scenario, Command(resume="yes"))))
@@ -304,11 +304,12 @@ async def _aonce(agent: Any, style: str, mode: str, scenario: str, given: Any) -
     return seen
 
 
-async def _arun(agent: Any, style: str, mode: str, scenario: str) -> list[Any]:
+async def _arun(agent: Any, style: str, mode: str, scenario: str, server: MockVLLM) -> list[Any]:
     first = {"messages": [("user", "hi")]}
     if scenario == "cancel":
         task = asyncio.create_task(_aonce(agent, style, mode, scenario, first))
-        await asyncio.sleep(PATIENCE_S)
+        while not server.num_open:  # until the server is at work on it
+            await asyncio.sleep(0.005)
         task.cancel()
         results = [await _aoutcome(task)]
     else:

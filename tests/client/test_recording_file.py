@@ -296,3 +296,13 @@ def test_recording_does_not_outlive_its_block(tmp_path: Path) -> None:
             pass
         assert _state.active is not None
         assert _state.active.recorder is None
+
+
+def test_instrument_can_record_and_undoing_it_writes_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    agentspec_runtime.instrument(record=path)
+    with MockVLLM() as server, agentspec_runtime.session("s"):
+        chat(openai.OpenAI(base_url=server.url, api_key="x"), [{"role": "user", "content": "u"}])
+    assert path.read_text() == ""
+    agentspec_runtime.uninstrument()
+    assert only(path).group == "s"

@@ -15,8 +15,11 @@ __all__ = ["NullProposer"]
 class NullProposer:
     """No drafts from the worker."""
 
-    def __init__(self, vllm_config: object) -> None:
-        """vLLM passes its config; nothing of it is needed."""
+    def __init__(self, vllm_config: object) -> None:  # noqa: ARG002  (vLLM passes it)
+        """This runs in the worker, before any step."""
+        from agentspec_runtime.engine.cpu_sampling import repair_cpu_sampling
+
+        repair_cpu_sampling()
 
     def propose(
         self, sampled_token_ids: Sequence[Sequence[int]], *_: object, **__: object

@@ -76,7 +76,10 @@ def test_answers_equal_those_of_the_plain_server(
         _explain(plain_server.base_url, REQUESTS[name], mine.token_ids, theirs.token_ids)
         return
     assert mine.text == theirs.text
-    assert mine.tool_calls == theirs.tool_calls
+    # Streamed arguments keep the model's whitespace, whole ones are written anew by vLLM, plain or not.
+    assert [(name, json.loads(arguments)) for name, arguments in mine.tool_calls] == [
+        (name, json.loads(arguments)) for name, arguments in theirs.tool_calls
+    ]
     assert (mine.finish_reason, mine.stop_reason) == (theirs.finish_reason, theirs.stop_reason)
     assert ours.prompt_tokens == plain.prompt_tokens
     assert ours.completion_tokens == plain.completion_tokens == len(mine.token_ids)
@@ -207,14 +210,14 @@ def test_samples_with_drafts_are_distributed_as_those_without(engine_server: Any
     what is sampled must be that of sampling without drafts.
 
     1,024 samples of three tokens in each way; the total variation distance of two such samples of one
-    distribution over 4 tokens is 0.03 in the mean and below 0.08 in 99.9 % (by simulation). 0.1 leaves
-    room for three comparisons; a rejection that forgot to renormalise would be off by 0.2 and more.
+    distribution over 4 tokens is 0.03 in the mean and below 0.08 in 99.9 % (by simulation); 0.1 was never
+    reached in 5,000 tries. A rejection that forgot to renormalise would be off by 0.2 and more.
     """
     base = {**completion(" red green blue" * 6 + " red", max_tokens=3), "model": MODEL, "temperature": 1.0}
     base |= {"n": 32, "allowed_token_ids": COLOURS, "return_token_ids": True}
     counts: dict[str, list[dict[int, int]]] = {}
     for way, xargs in (("drafts", hint(session="samples")), ("none", hint(speculate="off"))):
-        bodies = {str(i): {**base, "seed": 1000 * i, "vllm_xargs": xargs} for i in range(32)}
+        bodies = {str(i): {**base, "vllm_xargs": xargs} for i in range(32)}
         answers = ask_all(engine_server.base_url, bodies, at_once=4)
         samples = [choice.token_ids for answer in answers.values() for choice in answer.choices]
         assert len(samples) == 1024

@@ -14,7 +14,7 @@ import importlib.util
 import os
 import re
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from agentspec_runtime.engine.host import has_gpu
 from agentspec_runtime.errors import ConfigurationError, MissingDependencyError, UnsupportedVersionError
@@ -24,7 +24,6 @@ __all__ = [
     "SUPPORTED_VERSIONS",
     "VllmInstallation",
     "find_vllm",
-    "model_concern",
     "require_vllm",
 ]
 
@@ -103,29 +102,3 @@ def require_vllm() -> VllmInstallation:
             f"or set {_OVERRIDE}=1 to try it without any promise"
         )
     return installation
-
-
-class ModelConfigLike(Protocol):
-    """The part of vLLM's `ModelConfig` that is looked at here."""
-
-    @property
-    def is_hybrid(self) -> bool: ...
-    @property
-    def is_attention_free(self) -> bool: ...
-    @property
-    def architecture(self) -> str: ...
-
-
-def model_concern(model: ModelConfigLike) -> str | None:
-    """Why drafts must not be verified by this model, or None.
-
-    A rejected draft is undone by not counting its KV entries. A recurrent layer has no entries: its state
-    has already moved on, and models that mix both kinds were seen to return garbled text with model-free
-    drafts (vLLM issue 39273).
-    """
-    if not (model.is_hybrid or model.is_attention_free):
-        return None
-    return (
-        f"{model.architecture} has recurrent layers, whose state cannot take back a rejected draft: "
-        "serve it with --plain, or with --speculate off"
-    )

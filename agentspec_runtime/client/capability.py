@@ -154,12 +154,12 @@ class Capability:
 
     def _claim(self, client: Client, url: str) -> Literal["yes", "no", "wait"] | None:
         """The answer, or "wait" while another call is asking, or None: the caller has to ask now."""
-        if self.servers == "off" or _is_azure(client):
+        if self.servers == "off":
             return "no"
         server = self._known.get(url)
         if server is not None and server.answer is not None:
             return "yes" if server.answer else "no"
-        if _is_hosted(url):
+        if _is_azure(client) or _is_hosted(url):
             return "no"
         if self.servers == "always":
             return "yes"

@@ -35,14 +35,14 @@ def _number(value: object) -> float | None:
 
 
 def _counts(value: object) -> tuple[int, ...] | None:
-    if not isinstance(value, Sequence) or isinstance(value, str):
+    if not isinstance(value, list):
         return None
-    counts = tuple(_count(item) for item in value)
-    return None if None in counts else tuple(count for count in counts if count is not None)
+    counts = [count for item in value if (count := _count(item)) is not None]
+    return tuple(counts) if len(counts) == len(value) else None
 
 
 def _items(value: object) -> Sequence[object]:
-    return value if isinstance(value, Sequence) and not isinstance(value, str) else ()
+    return value if isinstance(value, list) else ()
 
 
 @dataclass(slots=True, kw_only=True)

@@ -178,4 +178,6 @@ def merge_body(body: Mapping[str, object], *, hint: str | None, include_usage: b
 
 def session_header(session_id: str) -> str:
     """A session id as a header value: as it is where it is printable ASCII, else percent-encoded."""
+    if session_id.isascii() and session_id.isprintable() and session_id == session_id.strip():
+        return session_id
     return quote(session_id, safe="!#$&'()*+,/:;=?@[]~-._|{}^` ").strip()

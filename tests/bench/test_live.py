@@ -79,7 +79,7 @@ def test_reflexion_agents_on_a_server_are_judged_by_their_tests(tmp_path: Path) 
         told = json.dumps(request.body["messages"])
         if "review a Python function" in told:
             return Reply("add one")
-        return Reply(f"```python\ndef inc(n):\n    return n{' + 1' if 'Note: add one' in told else ''}\n```")
+        return Reply(f"```python\ndef inc(n):\n    return n{' + 1' if 'add one' in told else ''}\n```")
 
     plan = LivePlan(out=tmp_path, served="mock-model", tasks=load_tasks(tasks), coder=False, rounds=2)
     with MockVLLM(answer) as server, instrument(servers="always"):

@@ -15,6 +15,8 @@ from threading import Lock
 from typing import Any, Final, Protocol, cast
 from urllib.parse import urlsplit
 
+from pydantic import BaseModel
+
 from agentspec_runtime.client import wire
 from agentspec_runtime.client.context import CallContext
 from agentspec_runtime.client.observer import CallStart, CallWatch
@@ -224,10 +226,8 @@ class Call:
 
     def attach(self, response: object) -> None:
         """The SDK has an answer, or the object from which it will be read."""
-        raw: Any = getattr(response, "http_response", None)
+        raw = _http_response(response)
         if raw is None:
-            raw = response if hasattr(response, "iter_bytes") else getattr(response, "response", None)
-        if raw is None or not hasattr(raw, "iter_bytes"):
             if response is not None:
                 self._absorb(response)
             self.finish(None)
@@ -314,6 +314,16 @@ class Call:
             queue_ms=received.queue_ms,
             generation_ms=received.generation_ms,
         )
+
+
+def _http_response(response: object) -> Any:
+    """The HTTP response behind what the SDK returned; None for a parsed answer."""
+    if isinstance(response, BaseModel):  # almost always; asking a model for what it has not is slow
+        return None
+    raw = getattr(response, "http_response", None)
+    if raw is None:
+        raw = response if hasattr(response, "iter_bytes") else getattr(response, "response", None)
+    return raw if hasattr(raw, "iter_bytes") else None
 
 
 def _merge_headers(client: object, given: object, added: Mapping[str, str]) -> dict[str, object]:

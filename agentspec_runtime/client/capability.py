@@ -105,9 +105,9 @@ class Capability:
         self._known: dict[str, _Server] = {}
         self._lock = Lock()
 
-    def ask(self, client: Client) -> bool:
-        """For a synchronous client; sends the probe if it is due."""
-        url = _normal(str(client.base_url))
+    def ask(self, client: Client, base_url: str | None = None) -> bool:
+        """For a synchronous client; sends the probe if it is due. `base_url` spares asking for it again."""
+        url = _normal(base_url or str(client.base_url))
         deadline = self._clock() + _PROBE_TIMEOUT_S
         while (answer := self._claim(client, url)) is None or answer == "wait":
             if answer is None:
@@ -117,9 +117,9 @@ class Capability:
             time.sleep(_POLL_S)
         return answer == "yes"
 
-    async def ask_async(self, client: Client) -> bool:
+    async def ask_async(self, client: Client, base_url: str | None = None) -> bool:
         """For an asynchronous client; sends the probe if it is due."""
-        url = _normal(str(client.base_url))
+        url = _normal(base_url or str(client.base_url))
         deadline = self._clock() + _PROBE_TIMEOUT_S
         while (answer := self._claim(client, url)) is None or answer == "wait":
             if answer is None:

@@ -223,7 +223,7 @@ def send(
     request = _find(client, args, kwargs) if active is not None and not is_sending() else None
     if active is None or request is None:
         return wrapped(*args, **kwargs)
-    capable = attempt("asking a server", False, active.capability.ask, client)
+    capable = attempt("asking a server", False, active.capability.ask, client, request.base_url)
     call = _begin(request, active, capable)
     if call is None:
         return wrapped(*args, **kwargs)
@@ -258,7 +258,7 @@ async def send_async(
         return await wrapped(*args, **kwargs)
     capable = False
     with shielded("asking a server"):
-        capable = await active.capability.ask_async(client)
+        capable = await active.capability.ask_async(client, request.base_url)
     call = _begin(request, active, capable)
     if call is None:
         return await wrapped(*args, **kwargs)

@@ -1,10 +1,11 @@
 """The seam where something else may watch model calls, tool runs and agents: spans, above all.
 
 Two protocols with the same three verbs. `start` is called before anything is sent and returns a token of
-the observer's own choosing. `active` gives a context manager that is entered and left **in one frame**
-around the sending of the request (or the body of the tool), so that an observer may make its span current
-there and nowhere else; a stream is read outside of it. `finish` is called exactly once per `start`, maybe
-in another thread, task or context (a stream may be dropped and collected anywhere).
+the observer's own choosing, or None: then it is not told of this call again. `active` gives a context manager
+that is entered and left **in one frame** around the sending of the request (or the body of the tool), so
+that an observer may make its span current there and nowhere else; a stream is read outside of it. `finish`
+is called exactly once per token, maybe in another thread, task or context (a stream may be dropped and
+collected anywhere).
 
 Rules: observers never see tool arguments or results; they may read the body of a model request and must
 not change it; the only thing an observer adds to a request is headers (`traceparent`). Whatever an observer
@@ -80,7 +81,7 @@ class CallObserver(Protocol):
     """Watches model calls."""
 
     def start(self, call: CallStart, /) -> object:
-        """A call begins; the result is handed back as `token`."""
+        """A call begins; the result is handed back as `token`. None: not interested in it."""
         ...
 
     def active(self, token: object, /) -> AbstractContextManager[object]:
@@ -100,7 +101,7 @@ class BoundaryObserver(Protocol):
     """
 
     def start(self, boundary: BoundaryStart, /) -> object:
-        """A tool or an agent begins."""
+        """A tool or an agent begins. None: not interested in it."""
         ...
 
     def active(self, token: object, /) -> AbstractContextManager[object]:
@@ -187,7 +188,9 @@ class CallWatch:
         tokens: list[tuple[CallObserver, object]] = []
         for observer in _calls.observers:
             with _shield(observer):
-                tokens.append((observer, observer.start(call)))
+                token = observer.start(call)
+                if token is not None:
+                    tokens.append((observer, token))
         self._tokens = tuple(tokens)
 
     def active(self) -> AbstractContextManager[None]:
@@ -210,7 +213,9 @@ class BoundaryWatch:
         tokens: list[tuple[BoundaryObserver, object]] = []
         for observer in _boundaries.observers:
             with _shield(observer):
-                tokens.append((observer, observer.start(boundary)))
+                token = observer.start(boundary)
+                if token is not None:
+                    tokens.append((observer, token))
         self._tokens = tuple(tokens)
 
     def active(self) -> AbstractContextManager[None]:

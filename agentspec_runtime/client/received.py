@@ -74,14 +74,16 @@ class Received:
 
     def absorb(self, body: object) -> None:
         """Take a response, a chunk of a stream, or an event of the responses endpoint."""
-        if pick(body, "type") in _TERMINAL_EVENTS:
-            body = pick(body, "response")
-        if pick(body, "error") is not None and pick(body, "choices") is None and pick(body, "id") is None:
-            self.error_type = "APIError"
-            return
+        choices = pick(body, "choices")
+        if choices is None:
+            if pick(body, "type") in _TERMINAL_EVENTS:
+                body = pick(body, "response")
+            elif pick(body, "error") is not None and pick(body, "id") is None:
+                self.error_type = "APIError"
+                return
         self.response_id = _text(pick(body, "id")) or self.response_id
         self.model = _text(pick(body, "model")) or self.model
-        for choice in _items(pick(body, "choices")):
+        for choice in _items(choices):
             reason = _text(pick(choice, "finish_reason"))
             if reason is not None:
                 self.finish_reasons.append(reason)

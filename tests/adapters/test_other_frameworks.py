@@ -38,7 +38,7 @@ class Boundaries:
     def start(self, boundary: BoundaryStart) -> object:
         self.seen.append(boundary)
         self.open += 1
-        return None
+        return self
 
     def active(self, token: object) -> AbstractContextManager[None]:
         return nullcontext()

@@ -93,6 +93,22 @@ def test_an_error_is_seen_as_the_caller_gets_it(spans: Spans) -> None:
     assert spans.log[-1] == ("finish", "span", "error", "BadRequestError")
 
 
+class Bored(Spans):
+    """Is not interested in any call."""
+
+    def start(self, call: CallStart) -> object:
+        return None
+
+
+def test_an_observer_that_starts_nothing_is_not_told_again() -> None:
+    bored = Bored()
+    remove = register_call_observer(bored)
+    with MockVLLM() as server, agentspec_runtime.instrument():
+        openai.OpenAI(base_url=server.url, api_key="x").chat.completions.create(**CHAT)
+    remove()
+    assert bored.log == []
+
+
 class Broken:
     """Raises wherever it is asked."""
 
@@ -102,7 +118,7 @@ class Broken:
     def start(self, call: CallStart | BoundaryStart) -> object:
         if self.where == "start":
             raise RuntimeError("broken start")
-        return None
+        return self
 
     @contextmanager
     def active(self, token: object) -> Iterator[None]:

@@ -43,7 +43,7 @@ class Seen:
 
     def start(self, boundary: BoundaryStart) -> object:
         self.starts.append(boundary)
-        return None
+        return self
 
     def active(self, token: object) -> AbstractContextManager[None]:
         return nullcontext()

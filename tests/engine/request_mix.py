@@ -86,7 +86,7 @@ def _plain() -> dict[str, Body]:
         },
         "code edit": chat(EDIT, max_tokens=90),
         "code continued": completion(CODE * 2 + "def add(", max_tokens=48),
-        "copy": completion(copy, max_tokens=64),
+        "copy": completion(copy, max_tokens=64, ignore_eos=True),
         "copy in long words": completion("supercalifragilistic expialidocious " * 8, max_tokens=48),
         "numbers": completion("1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5, 6, 7, 8, 1, 2,", max_tokens=40),
         "json lines": completion('{"a": 1, "b": [2, 3]}\n' * 6, max_tokens=48),
@@ -110,7 +110,7 @@ def _plain() -> dict[str, Body]:
 def _limited() -> dict[str, Body]:
     lines = "alpha\nbeta\ngamma\n" * 6
     requests = {
-        f"max_tokens {n}": completion("one two three four five " * 8, max_tokens=n)
+        f"max_tokens {n}": completion("one two three four five " * 8, max_tokens=n, ignore_eos=True)
         for n in (1, 2, 3, 7, 12, 33)
     }
     requests |= {

@@ -23,7 +23,7 @@ from __future__ import annotations
 import copy
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any, Final, TypeVar, cast
 from uuid import uuid4
 
@@ -197,7 +197,12 @@ def _run_pieces(graph: Pregel[Any, Any, Any, Any], name: str | None, config: obj
         context = outer.under(agent)
         return replace(context, session=session, refine=lambda inner: _at_node(inner, context, place))
 
-    return Pieces(derive, agent_boundary if own is not None else _nameless_boundary)
+    return Pieces(derive, _agent_boundary if own is not None else _nameless_boundary)
+
+
+# Observers are told that LangChain's hooks noticed these, because official instrumentations see them too.
+_agent_boundary: Final = partial(agent_boundary, framework="langchain")
+_tool_boundary: Final = partial(tool_boundary, framework="langchain")
 
 
 def _nameless_boundary(context: CallContext) -> BoundaryStart | None:
@@ -206,7 +211,13 @@ def _nameless_boundary(context: CallContext) -> BoundaryStart | None:
         return None
     session = context.session.id if context.session is not None else None
     return BoundaryStart(
-        kind="agent", name=_UNNAMED, call_id=None, session=session, agent=None, parent=context.parent
+        kind="agent",
+        name=_UNNAMED,
+        call_id=None,
+        session=session,
+        agent=None,
+        parent=context.parent,
+        framework="langchain",
     )
 
 
@@ -262,7 +273,7 @@ def _tool_scope(
     if here is not None and here.call_id == run.call_id and here.name == run.name:
         return None
     return Scope(
-        lambda context: replace(place(context) if place is not None else context, tool=run), tool_boundary
+        lambda context: replace(place(context) if place is not None else context, tool=run), _tool_boundary
     )
 
 

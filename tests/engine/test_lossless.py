@@ -350,7 +350,8 @@ def test_tenants_do_not_draft_from_each_other(engine_server: Any) -> None:
 
     first, again, other = accepted("tenant a"), accepted("tenant a"), accepted("tenant b")
     assert again > first + 10
-    assert other == first
+    # The budget follows measured step times, so a draft may end a few tokens sooner or later.
+    assert abs(other - first) <= 5
 
 
 # Life of a server

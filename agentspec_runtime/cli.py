@@ -180,6 +180,7 @@ def engine_args_command(
     arguments = engine_args(
         _engine_config(speculate, budget, scope, memory_mb, cost_curve, no_hints),
         num_speculative_tokens=num_speculative_tokens,
+        cpu=installation.cpu,
         kv_cache_memory_bytes=cpu_kv_cache_bytes(available_memory_bytes()) if installation.cpu else None,
     )
     if as_json:
@@ -314,7 +315,7 @@ def _otlp(endpoint: str | None, arguments: Sequence[str]) -> tuple[str, str] | N
         by_flag = any(argument.startswith("--otlp-traces-endpoint") for argument in arguments)
         if by_flag or not any(name.startswith("OTEL_EXPORTER_OTLP") for name in os.environ):
             return None
-    from agentspec_runtime.telemetry.export import destination, tracing_disabled
+    from agentspec_runtime.telemetry.destination import destination, tracing_disabled
 
     if endpoint is None and tracing_disabled():
         return None

@@ -198,7 +198,8 @@ def _tracing(endpoint: str | None) -> list[Finding]:
         advice = "pip install 'agentspec-runtime[otel]'"
         found = "an OTLP endpoint is configured and the OpenTelemetry SDK is not installed"
         return [Finding(check="tracing", level=Level.WARNING, found=found, advice=advice)]
-    from agentspec_runtime.telemetry.export import destination, make_exporter, tracing_disabled
+    from agentspec_runtime.telemetry.destination import destination, tracing_disabled
+    from agentspec_runtime.telemetry.export import make_exporter
 
     if tracing_disabled():
         found = (

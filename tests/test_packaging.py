@@ -6,6 +6,7 @@ A sub-package that is missing from the list in pyproject.toml is left out of the
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -100,6 +101,8 @@ print(agentspec_runtime.__version__)
     )
     assert done.returncode == 0, done.stderr
     command = tmp_path / "v" / "bin" / "agentspec"
+    # Set for other programs, as many machines have it: without the SDK it must not matter.
+    traced = os.environ | {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4318"}
     for arguments, exit_code, said in (
         (["--help"], 0, "serve"),
         (["engine-args"], 2, "agentspec: 'vllm' is not installed"),
@@ -108,7 +111,7 @@ print(agentspec_runtime.__version__)
         (["serve"], 2, "agentspec: 'vllm' is not installed"),
     ):
         done = subprocess.run(
-            [str(command), *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
+            [str(command), *arguments], cwd=tmp_path, env=traced, capture_output=True, text=True, check=False
         )
         assert (done.returncode, said in done.stdout + done.stderr) == (exit_code, True), (arguments, done)
         assert "Traceback" not in done.stderr

@@ -142,7 +142,10 @@ def _measure(
     cells = [
         CellJob(
             concurrency=size,
+            files=[],
             trajectories=size,
+            max_turns=None,
+            part="all",
             rate_per_s=None,
             honour_waits=False,
             seed=0,
@@ -156,12 +159,9 @@ def _measure(
     ]
     job = Job(
         engine={**plan.engine, **method.engine},
-        files=[],
         model=plan.model,
         chat_template=None,
         max_model_len=plan.context_tokens + output_tokens + 64,
-        max_turns=None,
-        part="all",
         hints=False,
         reuse=True,
         records_file=None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -161,6 +161,10 @@ def replay(
     max_turns: Annotated[int | None, typer.Option(min=1, help="Only the first turns of each.")] = None,
     max_model_len: Annotated[int, typer.Option(min=64, help="Context limit for all methods.")] = 8192,
     set_aside: SideOption = Side.ALL,
+    separate: Annotated[
+        bool,
+        typer.Option("--separate/--mixed", help="Every file for itself, results in OUT/NAME, or all mixed."),
+    ] = False,
     arrival: Annotated[
         str, typer.Option(help="closed, or poisson:RATE with RATE agents per second (open loop).")
     ] = "closed",
@@ -182,8 +186,7 @@ def replay(
     from agentspec_runtime.bench import tables
     from agentspec_runtime.bench.methods import split_methods
     from agentspec_runtime.bench.progress import shown_progress
-    from agentspec_runtime.bench.replay import ReplayPlan
-    from agentspec_runtime.bench.replay import replay as run
+    from agentspec_runtime.bench.replay import ReplayPlan, replay_together
 
     console = Console()
     plan = ReplayPlan(
@@ -204,10 +207,15 @@ def replay(
         chat_template=chat_template,
         engine=_engine_arguments(eager=eager, dtype=dtype, kv_cache_gib=kv_cache_gib, extra=engine_arg or []),
     )
+    plans = [plan]
+    if separate:
+        plans = [replace(plan, files=(file,), out=out / file.name.split(".")[0]) for file in plan.files]
     with shown_progress() as show:
-        rows = run(plan, show)
-    console.print(tables.replayed(rows))
-    console.print(f"Results: {out / 'results.jsonl'}. Next: agentspec bench report {out}")
+        rows = replay_together(plans, show)
+    for part in plans:
+        if own := [row for row in rows if row.workload == part.workload]:
+            console.print(tables.replayed(own))
+        console.print(f"Results: {part.out / 'results.jsonl'}. Next: agentspec bench report {part.out}")
 
 
 @app.command()

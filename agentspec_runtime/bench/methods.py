@@ -84,13 +84,14 @@ def split_methods(text: str) -> list[str]:
     return labels
 
 
-def parse_method(label: str, *, reuse: bool = True, telemetry: bool = False) -> Method:
+def parse_method(label: str, *, reuse: bool = True, telemetry: bool = False, cpu: bool = False) -> Method:
     """Engine arguments of a method.
 
     Args:
         label: name and settings as in the module docstring.
         reuse: False keeps every method from using text of earlier requests.
         telemetry: for ours, whether records go to Prometheus and spans while measuring.
+        cpu: whether the engine is a CPU build (`engine_args`).
 
     Raises:
         ConfigurationError: unknown name or setting.
@@ -115,11 +116,13 @@ def parse_method(label: str, *, reuse: bool = True, telemetry: bool = False) -> 
             reuse=reuse,
         )
     if name in _OURS:
-        return _ours(label, name, settings, reuse=reuse, telemetry=telemetry)
+        return _ours(label, name, settings, reuse=reuse, telemetry=telemetry, cpu=cpu)
     raise ConfigurationError(f"unknown method {name!r}: known are {', '.join(METHOD_NAMES)}")
 
 
-def _ours(label: str, name: str, settings: dict[str, JsonValue], *, reuse: bool, telemetry: bool) -> Method:
+def _ours(
+    label: str, name: str, settings: dict[str, JsonValue], *, reuse: bool, telemetry: bool, cpu: bool
+) -> Method:
     draft_length = settings.pop("num_speculative_tokens", DEFAULT_NUM_SPECULATIVE_TOKENS)
     if not isinstance(draft_length, int) or draft_length < 1:
         raise ConfigurationError(f"{label}: num_speculative_tokens must be a whole number above 0")
@@ -130,7 +133,7 @@ def _ours(label: str, name: str, settings: dict[str, JsonValue], *, reuse: bool,
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ConfigurationError(f"{label}: {where}: {first['msg']}") from None
-    arguments = engine_args(config, num_speculative_tokens=draft_length, per_request_metrics=False)
+    arguments = engine_args(config, num_speculative_tokens=draft_length, per_request_metrics=False, cpu=cpu)
     engine: dict[str, JsonValue] = json.loads(json.dumps(arguments.kwargs))
     return Method(
         label=label,

@@ -24,6 +24,8 @@ def shown_progress() -> Iterator[Callable[[Progress], None]]:
 
         def show(progress: Progress) -> None:
             label = f"{progress.method}, repeat {progress.repeat}"
+            if progress.workload:
+                label = f"{progress.workload}: {label}"
             if progress.event == "start":
                 bar.reset(task, description=f"{label}: starting the engine", total=None)
             elif progress.event == "begin":

@@ -5,6 +5,9 @@ the methods alternates, so that a machine that slows down does not favour whoeve
 get the same requests, context limit, prefix caching, dtype and engine mode; only what `methods.py` names
 differs.
 
+Several plans that differ in their recordings share the processes (`replay_together`): starting an engine
+takes as long as a cell, and caches are cold for every cell all the same.
+
 Results are appended to DIR/results.jsonl when a cell ends. A run that dies, or is stopped, keeps what it
 has; the same command on the same DIR then runs only the cells that are missing.
 """
@@ -14,7 +17,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, cast
@@ -24,15 +27,16 @@ from agentspec_runtime.bench.load import CellLoad, TurnRecord
 from agentspec_runtime.bench.measure import CellKey, DraftCounts, ResultRow, StepRecord, measure_cell
 from agentspec_runtime.bench.methods import Method, parse_method
 from agentspec_runtime.bench.provenance import collect_provenance
-from agentspec_runtime.bench.replay_engine import CellJob, Job, RawCell, select_trajectories
+from agentspec_runtime.bench.replay_engine import CellJob, Job, RawCell, select_trajectories, sums_file
 from agentspec_runtime.bench.scheduler_records import SchedulerSums, read_scheduler_records
 from agentspec_runtime.engine.args import JsonValue
+from agentspec_runtime.engine.compat import on_cpu
 from agentspec_runtime.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from agentspec_runtime.bench.limits import Limits
 
-__all__ = ["Progress", "ReplayPlan", "load_rows", "measure_raw", "read_raw", "replay"]
+__all__ = ["Progress", "ReplayPlan", "load_rows", "measure_raw", "read_raw", "replay", "replay_together"]
 
 _RECORDING_SCHEDULER: Final = "agentspec_runtime.bench.replay_scheduler.RecordingScheduler"
 
@@ -58,6 +62,11 @@ class ReplayPlan:
     chat_template: Path | None = None
     engine: Mapping[str, JsonValue] = field(default_factory=dict)
 
+    @property
+    def workload(self) -> str:
+        """Name of what is replayed, from the files."""
+        return "+".join(file.name.split(".")[0] for file in self.files)
+
     def trajectories_at(self, index: int) -> int | None:
         """Number of trajectories at the concurrency with this index."""
         return self.trajectories[index if len(self.trajectories) > 1 else 0]
@@ -69,6 +78,7 @@ class Progress:
 
     method: str
     repeat: int
+    workload: str
     event: Literal["start", "ready", "begin", "turn", "cell"]
     concurrency: int = 0
     turns: int = 0
@@ -85,8 +95,35 @@ def replay(plan: ReplayPlan, report: Callable[[Progress], None] = lambda _progre
         RecordingError: a recording that cannot be read.
         ServerError: an engine process ended early; everything measured before is in the results file.
     """
-    _check(plan)
-    methods = [parse_method(label, reuse=plan.reuse) for label in plan.methods]
+    return replay_together([plan], report)
+
+
+def replay_together(
+    plans: Sequence[ReplayPlan], report: Callable[[Progress], None] = lambda _progress: None
+) -> list[ResultRow]:
+    """Run plans that differ only in their recordings and folders, in the same engine processes.
+
+    Raises: as `replay`.
+    """
+    for plan in plans:
+        _check(plan)
+    common = plans[0]
+    methods = [parse_method(label, reuse=common.reuse, cpu=on_cpu()) for label in common.methods]
+    for plan in plans:
+        _write_provenance(plan, methods)
+    rows: list[ResultRow] = []
+    for repeat in range(common.repeat):
+        for method in methods if repeat % 2 == 0 else reversed(methods):
+            for plan, row in _run_method(plans, method, repeat, report):
+                with (plan.out / "results.jsonl").open("a", encoding="utf-8") as results:
+                    results.write(json.dumps(asdict(row)) + "\n")
+                rows.append(row)
+    for plan in plans:
+        _write_limits(plan)
+    return rows
+
+
+def _write_provenance(plan: ReplayPlan, methods: Sequence[Method]) -> None:
     plan.out.mkdir(parents=True, exist_ok=True)
     provenance = collect_provenance(
         files=plan.files,
@@ -96,16 +133,6 @@ def replay(plan: ReplayPlan, report: Callable[[Progress], None] = lambda _progre
     )
     text = json.dumps(asdict(provenance), indent=1, default=str)
     (plan.out / "provenance.json").write_text(text + "\n", encoding="utf-8")
-    finished = _finished_cells(plan.out)
-    rows: list[ResultRow] = []
-    for repeat in range(plan.repeat):
-        for method in methods if repeat % 2 == 0 else reversed(methods):
-            for row in _run_method(plan, method, repeat, finished, report):
-                with (plan.out / "results.jsonl").open("a", encoding="utf-8") as results:
-                    results.write(json.dumps(asdict(row)) + "\n")
-                rows.append(row)
-    _write_limits(plan)
-    return rows
 
 
 def _write_limits(plan: ReplayPlan) -> None:
@@ -118,10 +145,11 @@ def _write_limits(plan: ReplayPlan) -> None:
     by_count: dict[int | None, Limits] = {}
     limits = []
     for index, concurrency in enumerate(plan.concurrency):
-        count = plan.trajectories_at(index)
-        if count not in by_count:
-            by_count[count] = compute_limits(concurrency, select_trajectories(job, count), plan.model)
-        limits.append(replace(by_count[count], concurrency=concurrency))
+        cell = _cell(plan, index, repeat=0, stem="limits", folder=plan.out)
+        if cell.trajectories not in by_count:
+            chosen = select_trajectories(job, cell)
+            by_count[cell.trajectories] = compute_limits(concurrency, chosen, plan.model)
+        limits.append(replace(by_count[cell.trajectories], concurrency=concurrency))
     write_limits(plan.out / "limits.json", limits)
 
 
@@ -136,16 +164,30 @@ def _job(
 ) -> Job:
     return Job(
         engine={**plan.engine, **engine},
-        files=[str(file) for file in plan.files],
         model=plan.model,
         chat_template=str(plan.chat_template) if plan.chat_template else None,
         max_model_len=plan.max_model_len,
-        max_turns=plan.max_turns,
-        part=plan.part,
         hints=hints,
         reuse=reuse,
         records_file=str(records) if records else None,
         cells=cells,
+    )
+
+
+def _cell(plan: ReplayPlan, index: int, *, repeat: int, stem: str, folder: Path) -> CellJob:
+    concurrency = plan.concurrency[index]
+    return CellJob(
+        concurrency=concurrency,
+        files=[str(file) for file in plan.files],
+        trajectories=plan.trajectories_at(index),
+        max_turns=plan.max_turns,
+        part=plan.part,
+        rate_per_s=plan.rate_per_s,
+        honour_waits=plan.honour_waits,
+        seed=plan.seed + repeat,
+        # Not the same in two runs: a server-wide store of an earlier run cannot warm this one.
+        salt=f"bench-{plan.workload}-{stem}-c{concurrency}-{os.getpid()}"[-128:],
+        raw_file=str(folder / f"{stem}-c{concurrency}.json"),
     )
 
 
@@ -239,65 +281,66 @@ def _finished_cells(out: Path) -> set[tuple[str, int, int]]:
 
 
 def _run_method(
-    plan: ReplayPlan,
-    method: Method,
-    repeat: int,
-    finished: set[tuple[str, int, int]],
-    report: Callable[[Progress], None],
-) -> Iterator[ResultRow]:
+    plans: Sequence[ReplayPlan], method: Method, repeat: int, report: Callable[[Progress], None]
+) -> Iterator[tuple[ReplayPlan, ResultRow]]:
     """One engine process; a row whenever one of its cells is over."""
+    common = plans[0]
+    stem = f"{re.sub(r'[^A-Za-z0-9._-]+', '_', method.label)}-r{repeat}"
     todo = [
-        (index, concurrency)
-        for index, concurrency in enumerate(plan.concurrency)
-        if (method.label, concurrency, repeat) not in finished
+        (plan, _cell(plan, i, repeat=repeat, stem=stem, folder=f))
+        for plan, i, f in _todo(plans, method, repeat)
     ]
     if not todo:
         return
-    stem = f"{re.sub(r'[^A-Za-z0-9._-]+', '_', method.label)}-r{repeat}"
-    folder = plan.out / "cells"
-    folder.mkdir(exist_ok=True)
+    folder = _cells_folder(common)
     records = folder / f"{stem}.records" if method.ours else None
-    cells = [
-        CellJob(
-            concurrency=concurrency,
-            trajectories=plan.trajectories_at(index),
-            rate_per_s=plan.rate_per_s,
-            honour_waits=plan.honour_waits,
-            seed=plan.seed + repeat,
-            # Not the same in two runs: a server-wide store of an earlier run cannot warm this one.
-            salt=f"bench-{stem}-c{concurrency}-{os.getpid()}",
-            raw_file=str(folder / f"{stem}-c{concurrency}.json"),
-        )
-        for index, concurrency in todo
-    ]
     job = _job(
-        plan,
+        common,
         engine=_recorded(method, records),
         hints=method.hints,
         reuse=method.reuse,
         records=records,
-        cells=cells,
+        cells=[cell for _, cell in todo],
     )
     job_file = folder / f"{stem}.job.json"
     job_file.write_text(json.dumps(asdict(job)), encoding="utf-8")
-    report(Progress(method=method.label, repeat=repeat, event="start"))
-    for event in engine_events(job_file, plan.out / f"{stem}.log", method.environment):
-        cell = cells[number] if isinstance(number := event.get("cell"), int) else None
-        shown = _progress(method.label, repeat, cell, event)
+    report(Progress(method=method.label, repeat=repeat, workload="", event="start"))
+    for event in engine_events(job_file, common.out / f"{stem}.log", method.environment):
+        plan, cell = todo[number] if isinstance(number := event.get("cell"), int) else (common, None)
+        shown = _progress(method.label, repeat, plan.workload, cell, event)
         if event["event"] == "cell" and cell is not None:
-            key = CellKey(
-                method=method.label,
-                concurrency=cell.concurrency,
-                repeat=repeat,
-                workload="+".join(file.name.split(".")[0] for file in plan.files),
-                mode=_mode(plan),
-            )
-            sums = read_scheduler_records(records) if records else None
-            row = measure_raw(key, Path(cell.raw_file), sums)
-            yield row
-            report(_with_row(shown, row))
-        else:
-            report(shown)
+            row = _row(plan, method, repeat, cell)
+            yield plan, row
+            shown = replace(shown, row=row)
+        report(shown)
+
+
+def _todo(plans: Sequence[ReplayPlan], method: Method, repeat: int) -> Iterator[tuple[ReplayPlan, int, Path]]:
+    """Cells that have no result yet: plan, index of the concurrency, folder of the raw record."""
+    for plan in plans:
+        finished = _finished_cells(plan.out)
+        for index, concurrency in enumerate(plan.concurrency):
+            if (method.label, concurrency, repeat) not in finished:
+                yield plan, index, _cells_folder(plan)
+
+
+def _cells_folder(plan: ReplayPlan) -> Path:
+    folder = plan.out / "cells"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def _row(plan: ReplayPlan, method: Method, repeat: int, cell: CellJob) -> ResultRow:
+    key = CellKey(
+        method=method.label,
+        concurrency=cell.concurrency,
+        repeat=repeat,
+        workload=plan.workload,
+        mode=_mode(plan),
+    )
+    raw_file = Path(cell.raw_file)
+    sums = read_scheduler_records(sums_file(raw_file)) if method.ours else None
+    return measure_raw(key, raw_file, sums)
 
 
 def _recorded(method: Method, records: Path | None) -> Mapping[str, JsonValue]:
@@ -313,27 +356,20 @@ def _recorded(method: Method, records: Path | None) -> Mapping[str, JsonValue]:
     }
 
 
-def _progress(label: str, repeat: int, cell: CellJob | None, event: Mapping[str, JsonValue]) -> Progress:
+def _progress(
+    label: str, repeat: int, workload: str, cell: CellJob | None, event: Mapping[str, JsonValue]
+) -> Progress:
     kind = cast("Literal['ready', 'begin', 'turn', 'cell']", event["event"])  # written by replay_engine.py
     turns, tokens, seconds = (event.get(name) for name in ("turns", "tokens", "seconds"))
     return Progress(
         method=label,
         repeat=repeat,
+        workload=workload,
         event=kind,
         concurrency=cell.concurrency if cell else 0,
         turns=turns if isinstance(turns, int) else 0,
         tokens=tokens if isinstance(tokens, int) else 0,
         seconds=float(seconds) if isinstance(seconds, int | float) else 0.0,
-    )
-
-
-def _with_row(progress: Progress, row: ResultRow) -> Progress:
-    return Progress(
-        method=progress.method,
-        repeat=progress.repeat,
-        event="cell",
-        concurrency=progress.concurrency,
-        row=row,
     )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
-__all__ = ["CellJob", "Job", "PeriodicLoad", "RawCell", "main", "select_trajectories"]
+__all__ = ["CellJob", "Job", "PeriodicLoad", "RawCell", "main", "select_trajectories", "sums_file"]
 
 EXTENSION: Final = "agentspec_runtime.bench.replay_worker.ReplayExtension"
 
@@ -57,10 +58,13 @@ class PeriodicLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellJob:
-    """One cell to run: its load, which trajectories, and where its raw record goes."""
+    """One cell to run: its load, which trajectories of which files, and where its raw record goes."""
 
     concurrency: int
+    files: list[str]
     trajectories: int | None
+    max_turns: int | None
+    part: Literal["all", "tune", "test"]
     rate_per_s: float | None
     honour_waits: bool
     seed: int
@@ -74,12 +78,9 @@ class Job:
     """All that one engine process needs. `engine` holds keyword arguments of vLLM's AsyncEngineArgs."""
 
     engine: dict[str, JsonValue]
-    files: list[str]
     model: str
     chat_template: str | None
     max_model_len: int
-    max_turns: int | None
-    part: Literal["all", "tune", "test"]
     hints: bool
     reuse: bool
     records_file: str | None
@@ -94,6 +95,11 @@ class Job:
             periodic = cell.pop("periodic")
             cells.append(CellJob(**cell, periodic=PeriodicLoad(**periodic) if periodic else None))
         return Job(**data, cells=cells)
+
+
+def sums_file(raw_file: Path) -> Path:
+    """Where the sums of our scheduler for a cell stand, beside its raw record."""
+    return raw_file.with_suffix(".sums.json")
 
 
 class RawCell(TypedDict):
@@ -111,26 +117,26 @@ class _Engine(Protocol):
     async def collective_rpc(self, method: str) -> list[str]: ...
 
 
-def select_trajectories(job: Job, limit: int | None) -> list[TokenTrajectory]:
-    """Trajectories of a job in file order, taken in turn from its files, at most `limit`."""
+def select_trajectories(job: Job, cell: CellJob) -> list[TokenTrajectory]:
+    """Trajectories of a cell in file order, taken in turn from its files, at most so many as it asks for."""
     from agentspec_runtime.bench.simulate import select_part
 
     template = Path(job.chat_template) if job.chat_template else None
     per_file: list[list[TokenTrajectory]] = []
-    for file in job.files:
-        chosen = select_part(load_tokens(file, job.model, chat_template=template), job.part)
-        short = [_first_turns(trajectory, job.max_turns) for trajectory in chosen]
+    for file in cell.files:
+        chosen = select_part(load_tokens(file, job.model, chat_template=template), cell.part)
+        short = [_first_turns(trajectory, cell.max_turns) for trajectory in chosen]
         per_file.append(list(fit_context(short, job.max_model_len).trajectories))
     mixed = [
         runs[index] for index in range(max(map(len, per_file))) for runs in per_file if index < len(runs)
     ]
-    return mixed[:limit]
+    return mixed[: cell.trajectories]
 
 
 def _cell_trajectories(job: Job, cell: CellJob) -> list[TokenTrajectory]:
     if cell.periodic is not None:
         return [_periodic_trajectory(cell.periodic, number) for number in range(cell.trajectories or 1)]
-    return select_trajectories(job, cell.trajectories)
+    return select_trajectories(job, cell)
 
 
 def _periodic_trajectory(load: PeriodicLoad, number: int) -> TokenTrajectory:
@@ -240,6 +246,8 @@ async def _run_cell(
     )
     [steps, *_] = await cast("_Engine", engine).collective_rpc("replay_take")
     _write_cell(Path(cell.raw_file), load, json.loads(steps))
+    if records is not None:  # a copy: the next cell may have emptied the file before the parent reads it
+        shutil.copyfile(records, sums_file(Path(cell.raw_file)))
     tell({"event": "cell", "cell": number})
 
 

@@ -1,4 +1,4 @@
-"""Our scheduler with one more observer, so that a replay learns what only the scheduler knows.
+"""Our scheduler with the observer of a replay, which writes down what only the scheduler knows.
 
 Loaded by name in the engine process of our methods. The path of the sums stands in `additional_config`.
 """
@@ -6,12 +6,16 @@ Loaded by name in the engine process of our methods. The path of the sums stands
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final
-
-from vllm.config import VllmConfig
+from typing import TYPE_CHECKING, Final
 
 from agentspec_runtime.bench.scheduler_records import SummingObserver
 from agentspec_runtime.engine.scheduler import AgentSpecScheduler
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from agentspec_runtime.engine.config import EngineConfig
+    from agentspec_runtime.observe import Observer
 
 __all__ = ["RECORDS_KEY", "RecordingScheduler"]
 
@@ -21,9 +25,7 @@ RECORDS_KEY: Final = "agentspec_bench_records"
 class RecordingScheduler(AgentSpecScheduler):
     """The same scheduler; `StepReport`s are added up in a file."""
 
-    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
-        super().__init__(vllm_config, *args, **kwargs)
-        path = vllm_config.additional_config.get(RECORDS_KEY)
-        if path:
-            # The measured engine has telemetry off, so there is no other observer to keep.
-            self._speculation._observer = SummingObserver(Path(path))  # noqa: SLF001 - no public place for it
+    def make_observer(self, config: EngineConfig, vllm_config: VllmConfig) -> Observer | None:
+        """The measured engine has telemetry off, so there is no other observer to keep."""
+        del config
+        return SummingObserver(Path(vllm_config.additional_config[RECORDS_KEY]))

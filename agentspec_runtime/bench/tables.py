@@ -80,7 +80,12 @@ def goodput(name: str, rows: Sequence[GoodputRow]) -> Table:
 
 def replayed(rows: Sequence[ResultRow]) -> Table:
     """One line per cell of a replay."""
-    table = Table(title="Replay", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title=f"Replay of {rows[0].workload}" if rows else "Replay",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
     for heading in ("method", "c", "repeat"):
         table.add_column(heading)
     for heading in (

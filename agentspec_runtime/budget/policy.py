@@ -143,7 +143,7 @@ class GoodputBudget:
             chosen = order[:taken]
             lengths = np.bincount(line[chosen], minlength=requests).astype(np.int64)
             if taken:
-                price = float(gain[order[taken - 1]])
+                price = float(gain[chosen].min())
         self._price += _SMOOTH * (price - self._price)
         shape = _shape(load, int(lengths.sum()), int((lengths * load.contexts).sum()))
         return Plan(lengths, price, self.cost.predict(shape))

@@ -1,11 +1,13 @@
 """The vLLM arguments that turn our scheduler on, for `vllm.LLM(**kwargs)` and for `vllm serve` alike.
 
-Five settings, each with its reason:
+Settings, each with its reason:
 
 - `scheduler_cls`: drafting and budget live in a subclass of vLLM's scheduler (docs/architecture.md).
 - `speculative_config`: makes the worker verify drafts. The method is vLLM's `custom_class` with a proposer
   that proposes nothing, and `num_speculative_tokens` is the most that one request may draft in a step.
 - `async_scheduling=False`: drafts are made from the tokens of the step before, so that step must be over.
+- `distributed_executor_backend`, on a CPU only: vLLM's executor without a question to the worker after every
+  step that our empty proposer would answer with "nothing" (`executor.py`).
 - `additional_config["agentspec"]`: our own knobs (`EngineConfig`).
 - `VLLM_USE_V2_MODEL_RUNNER=0` in the environment: vLLM's second model runner has no `custom_class`. vLLM
   0.32 and 0.33 fall back by themselves; saying so keeps it true when that changes.
@@ -26,6 +28,7 @@ from agentspec_runtime.engine.config import ADDITIONAL_CONFIG_KEY, EngineConfig
 
 __all__ = [
     "DEFAULT_NUM_SPECULATIVE_TOKENS",
+    "EXECUTOR",
     "PROPOSER",
     "RUNNER_VARIABLE",
     "SCHEDULER",
@@ -37,6 +40,7 @@ __all__ = [
     "engine_args",
 ]
 
+EXECUTOR: Final = "agentspec_runtime.engine.executor.QuietMultiprocExecutor"
 SCHEDULER: Final = "agentspec_runtime.engine.scheduler.AgentSpecScheduler"
 PROPOSER: Final = "agentspec_runtime.engine.proposer.NullProposer"
 RUNNER_VARIABLE: Final = "VLLM_USE_V2_MODEL_RUNNER"
@@ -64,6 +68,7 @@ class EngineKwargs(TypedDict, total=False):
     scheduler_cls: str
     speculative_config: SpeculativeKwargs
     async_scheduling: bool
+    distributed_executor_backend: str
     additional_config: dict[str, dict[str, JsonValue]]
     per_request_spec_decode_metrics: Literal["none", "summary", "detailed"]
     kv_cache_memory_bytes: int
@@ -96,6 +101,7 @@ def engine_args(
     *,
     num_speculative_tokens: int = DEFAULT_NUM_SPECULATIVE_TOKENS,
     per_request_metrics: bool = True,
+    cpu: bool = False,
     kv_cache_memory_bytes: int | None = None,
 ) -> EngineArguments:
     """Arguments that make vLLM use our scheduler.
@@ -104,6 +110,7 @@ def engine_args(
         config: our own knobs; None takes the defaults.
         num_speculative_tokens: the most that one request may draft in one step.
         per_request_metrics: let vLLM count drafted and accepted tokens per request and step.
+        cpu: whether vLLM is a CPU build, which always has its workers in processes of their own.
         kv_cache_memory_bytes: fixed size of the KV cache, instead of a share of the machine's memory.
     """
     settings = (config or EngineConfig()).model_dump(mode="json", exclude_defaults=True)
@@ -115,6 +122,8 @@ def engine_args(
         async_scheduling=False,
         additional_config={ADDITIONAL_CONFIG_KEY: settings},
     )
+    if cpu:
+        kwargs["distributed_executor_backend"] = EXECUTOR
     if per_request_metrics:
         kwargs["per_request_spec_decode_metrics"] = "detailed"
     if kv_cache_memory_bytes is not None:

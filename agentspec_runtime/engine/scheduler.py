@@ -57,7 +57,13 @@ class AgentSpecScheduler(Scheduler):
         super().__init__(vllm_config, *args, **kwargs)
         self._guard = Guard("requests go on without drafts")
         config = EngineConfig.model_validate(vllm_config.additional_config.get(ADDITIONAL_CONFIG_KEY) or {})
-        self._speculation: Speculation = _build_speculation(config, vllm_config, self, self._guard)
+        self._speculation: Speculation = _build_speculation(
+            config, vllm_config, self, self._guard, self.make_observer(config, vllm_config)
+        )
+
+    def make_observer(self, config: EngineConfig, vllm_config: VllmConfig) -> Observer | None:  # noqa: ARG002
+        """Who is told of every step and request; for subclasses that measure. None: nobody."""
+        return _build_observer(config)
 
     # Requests
 
@@ -163,7 +169,11 @@ def _check_config(vllm_config: VllmConfig) -> None:
 
 
 def _build_speculation(
-    config: EngineConfig, vllm_config: VllmConfig, scheduler: Scheduler, guard: Guard
+    config: EngineConfig,
+    vllm_config: VllmConfig,
+    scheduler: Scheduler,
+    guard: Guard,
+    observer: Observer | None,
 ) -> Speculation:
     model_config = vllm_config.model_config
     tokenizer = None if model_config.skip_tokenizer_init else cached_tokenizer_from_config(model_config)
@@ -190,7 +200,7 @@ def _build_speculation(
         max_model_len=scheduler.max_model_len,
         model=model_config.served_model_name or model_config.model,
         structured_output=scheduler.structured_output_manager,
-        observer=_build_observer(config),
+        observer=observer,
         token_text=_token_text(vocabulary),
         block_tokens=getattr(scheduler, "hash_block_size", 0) or scheduler.block_size if hashing else 0,
     )

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from agentspec_runtime.engine.args import (
     DEFAULT_NUM_SPECULATIVE_TOKENS,
+    EXECUTOR,
     PROPOSER,
     RUNNER_VARIABLE,
     SCHEDULER,
@@ -109,7 +110,7 @@ def plan_server(
     merged: list[str] = []
     if not options.plain:
         _refuse_contradictions(given, environment)
-        ours, merged = _scheduler_arguments(given, options.config)
+        ours, merged = _scheduler_arguments(given, options.config, cpu=cpu)
         if RUNNER_VARIABLE not in environment:
             variables[RUNNER_VARIABLE] = "0"
     if "enable_per_request_metrics" not in given and not given.get("disable_log_stats"):
@@ -173,7 +174,9 @@ def _speculative(given: Mapping[str, object]) -> dict[str, object]:
     return {str(key).replace("-", "_"): value for key, value in merged.items()}
 
 
-def _scheduler_arguments(given: Mapping[str, object], config: EngineConfig) -> tuple[list[str], list[str]]:
+def _scheduler_arguments(
+    given: Mapping[str, object], config: EngineConfig, *, cpu: bool
+) -> tuple[list[str], list[str]]:
     """Arguments that the user did not give, and the two merged settings."""
     length = _speculative(given).get("num_speculative_tokens", DEFAULT_NUM_SPECULATIVE_TOKENS)
     if not isinstance(length, int) or isinstance(length, bool) or length < 1:
@@ -181,8 +184,10 @@ def _scheduler_arguments(given: Mapping[str, object], config: EngineConfig) -> t
             f"num_speculative_tokens {length!r}: expected a whole number from 1 "
             "(--speculate off drafts nothing)"
         )
-    ours = engine_args(config, num_speculative_tokens=length)
+    ours = engine_args(config, num_speculative_tokens=length, cpu=cpu)
     plain: list[str] = ["--scheduler-cls", SCHEDULER, "--no-async-scheduling"]
+    if cpu and "distributed_executor_backend" not in given:
+        plain += ["--distributed-executor-backend", EXECUTOR]
     if "per_request_spec_decode_metrics" not in given:
         plain += ["--per-request-spec-decode-metrics", "detailed"]
     merged = dotted("--speculative-config", {**_speculative(given), **ours.kwargs["speculative_config"]})

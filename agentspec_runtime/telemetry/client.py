@@ -134,7 +134,8 @@ def configure_tracing(
 def _otlp(
     endpoint: str | None, environ: Mapping[str, str], *, default: str | None
 ) -> list[tuple[str, SpanExporter]]:
-    from agentspec_runtime.telemetry.export import destination, make_exporter, tracing_disabled
+    from agentspec_runtime.telemetry.destination import destination, tracing_disabled
+    from agentspec_runtime.telemetry.export import make_exporter
 
     if tracing_disabled(environ):
         return []

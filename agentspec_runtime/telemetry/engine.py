@@ -187,7 +187,7 @@ def _span_process(
     if not asked:
         return None
     try:
-        from agentspec_runtime.telemetry.export import destination, require_exporter, tracing_disabled
+        from agentspec_runtime.telemetry.destination import destination, require_exporter, tracing_disabled
         from agentspec_runtime.telemetry.span_process import SpanProcess
     except ImportError as error:
         raise MissingDependencyError("opentelemetry-sdk", "otel") from error

@@ -4,10 +4,8 @@ Why not the SDK's BatchSpanProcessor: its shutdown joins a thread that may sit i
 (a process that was told to stop gets killed with requests in flight), and what it drops shows in no
 counter that we can publish. `BoundedSpanProcessor` has its own queue, one daemon thread and one bound.
 
-Endpoint and protocol follow the standard `OTEL_EXPORTER_OTLP_*` variables. Two wrong pairs are common and
-silent, so they are repaired: port 4317 without a protocol means gRPC (the specification's default would be
-HTTP), and an HTTP endpoint without a path gets `/v1/traces`. The first success and the first failure are
-logged once each, so that "no spans arrive" has an answer in the log.
+The first success and the first failure are logged once each, so that "no spans arrive" has an answer in
+the log.
 
 This module needs the SDK; import it only where spans were asked for.
 """
@@ -19,11 +17,8 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Final, Literal
-from urllib.parse import urlsplit
+from typing import Final
 
 from opentelemetry.context import (
     _SUPPRESS_INSTRUMENTATION_KEY,
@@ -36,16 +31,13 @@ from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from agentspec_runtime.errors import ConfigurationError, MissingDependencyError
+from agentspec_runtime.telemetry.destination import Destination
 from agentspec_runtime.telemetry.queue import BoundedQueue, Worker
 
 __all__ = [
     "BoundedSpanProcessor",
-    "Destination",
     "JsonLinesExporter",
-    "destination",
     "make_exporter",
-    "require_exporter",
-    "tracing_disabled",
 ]
 
 _log = logging.getLogger("agentspec.telemetry")
@@ -57,77 +49,6 @@ _BATCH_SPANS: Final = 64
 """Encoding 64 spans takes 2 to 4 ms; more at once would hold the interpreter lock against the step."""
 _PERIOD_S: Final = 0.5
 _THREAD: Final = "agentspec-export"
-_GRPC_PORT: Final = 4317
-
-Protocol = Literal["grpc", "http/protobuf"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Destination:
-    """Where spans go. `endpoint` is what the exporter gets: with a path for HTTP, a target for gRPC."""
-
-    endpoint: str
-    protocol: Protocol
-
-
-def tracing_disabled(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the standard variables switch tracing off."""
-    return (
-        environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
-        or environ.get("OTEL_TRACES_EXPORTER", "").strip().lower() == "none"
-    )
-
-
-def destination(endpoint: str | None = None, environ: Mapping[str, str] = os.environ) -> Destination | None:
-    """Where to send spans: the argument, else the standard variables, else None (nobody asked).
-
-    Raises:
-        ConfigurationError: the protocol is not one that can be sent.
-    """
-    traces = environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "").strip()
-    general = environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "").strip()
-    chosen = endpoint or traces or general
-    if not chosen:
-        return None
-    protocol = _protocol(chosen, environ)
-    if protocol == "grpc":
-        return Destination(endpoint=chosen, protocol=protocol)
-    url = chosen if "://" in chosen else f"http://{chosen}"
-    path = urlsplit(url).path
-    if path in ("", "/") or (chosen == general and not endpoint and not traces):
-        url = url.rstrip("/") + "/v1/traces"
-    return Destination(endpoint=url, protocol=protocol)
-
-
-def _protocol(endpoint: str, environ: Mapping[str, str]) -> Protocol:
-    asked = environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or environ.get("OTEL_EXPORTER_OTLP_PROTOCOL")
-    if asked:
-        name = asked.strip().lower()
-        if name == "grpc":
-            return "grpc"
-        if name == "http/protobuf":
-            return "http/protobuf"
-        raise ConfigurationError(
-            f"OTLP protocol {asked!r} cannot be sent: set OTEL_EXPORTER_OTLP_PROTOCOL to 'grpc' or"
-            " 'http/protobuf'"
-        )
-    parts = urlsplit(endpoint if "://" in endpoint else f"//{endpoint}")
-    return "grpc" if parts.port == _GRPC_PORT and parts.path in ("", "/") else "http/protobuf"
-
-
-def require_exporter(target: Destination) -> None:
-    """Raise if the exporter package of this protocol is not installed, without loading it.
-
-    Raises:
-        MissingDependencyError: it is not.
-    """
-    package = "http" if target.protocol == "http/protobuf" else "grpc"
-    try:
-        found = find_spec(f"opentelemetry.exporter.otlp.proto.{package}")
-    except ModuleNotFoundError:
-        found = None
-    if found is None:
-        raise MissingDependencyError(f"opentelemetry-exporter-otlp-proto-{package}", "otel")
 
 
 def make_exporter(target: Destination, environ: Mapping[str, str] = os.environ) -> SpanExporter:

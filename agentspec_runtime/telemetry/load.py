@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from agentspec_runtime.errors import ConfigurationError, MissingDependencyError, RecordingError, ServerError
-from agentspec_runtime.telemetry.export import destination
+from agentspec_runtime.telemetry.destination import destination
 from agentspec_runtime.telemetry.otlp import parse_documents, read_jsonl, span_records
 from agentspec_runtime.telemetry.turn import Trace, group_traces
 

@@ -16,7 +16,8 @@ import sys
 import threading
 from typing import BinaryIO, Final, TextIO, cast
 
-from agentspec_runtime.telemetry.export import BoundedSpanProcessor, Destination, Protocol, make_exporter
+from agentspec_runtime.telemetry.destination import Destination, Protocol
+from agentspec_runtime.telemetry.export import BoundedSpanProcessor, make_exporter
 from agentspec_runtime.telemetry.span_frames import Flush, WorkerCounts, read_frame
 
 __all__ = ["main"]

@@ -275,11 +275,6 @@ def test_fixed_budget_learns_the_step_time_for_the_report() -> None:
     assert plan.predicted_s == pytest.approx(0.05, rel=0.05)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="GoodputBudget.choose reports the survival of the slot with the least worth; with unequal "
-    "contexts that is not the least survival admitted, which `Plan.price` promises",
-)
 def test_the_price_is_the_least_survival_that_was_admitted() -> None:
     """A long context makes a likely slot as dear as an unlikely one of a short context."""
     table, offered = survivals([[0.9], [0.3]])

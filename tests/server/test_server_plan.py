@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from agentspec_runtime.engine.args import PROPOSER, SCHEDULER, cpu_kv_cache_bytes, dotted, engine_args
+from agentspec_runtime.engine.args import (
+    EXECUTOR,
+    PROPOSER,
+    SCHEDULER,
+    cpu_kv_cache_bytes,
+    dotted,
+    engine_args,
+)
 from agentspec_runtime.engine.compat import find_vllm
 from agentspec_runtime.engine.config import EngineConfig
 from agentspec_runtime.engine.middleware import parse_tenant_source
@@ -66,6 +73,7 @@ def test_nothing_given_serves_the_embedded_model_with_our_scheduler(plan):
     assert (parsed.tool_call_parser, parsed.enable_auto_tool_choice) == ("hermes", True)
     assert parsed.scheduler_cls == SCHEDULER
     assert parsed.async_scheduling is False
+    assert parsed.distributed_executor_backend == EXECUTOR
     assert parsed.speculative_config == {
         "method": "custom_class",
         "model": PROPOSER,
@@ -88,6 +96,16 @@ def test_plain_is_the_same_server_without_speculation(plan):
     assert parsed.per_request_spec_decode_metrics == "none"
     assert parsed.middleware == ["agentspec_runtime.engine.middleware.AgentSpecMiddleware"]
     assert made.environment == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cpu", "backend"),
+    [((), False, None), (("--distributed-executor-backend", "mp"), True, "mp"), ((), True, EXECUTOR)],
+)
+def test_the_executor_is_ours_only_on_a_cpu_and_if_nobody_chose(
+    plan, arguments: tuple[str, ...], cpu: bool, backend: str | None
+):
+    assert plan(*arguments, cpu=cpu)[1].distributed_executor_backend == backend
 
 
 def test_named_model_gets_nothing_of_the_embedded_one(plan):

@@ -72,7 +72,8 @@ class Reply:
         if self.completion_tokens is not None:
             return self.completion_tokens
         words = len(f"{self.reasoning or ''} {self.content or ''}".split())
-        least = len(self.drafted or ()) + sum(self.accepted)  # each verify step gives one token more
+        # As in vLLM: the first step has no draft, and each verify step gives one token more than it accepts.
+        least = 1 + len(self.drafted) + sum(self.accepted) if self.drafted else 0
         return max(1, least, words + 4 * len(self.tool_calls))
 
 

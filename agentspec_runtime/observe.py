@@ -57,7 +57,8 @@ class BlockReport:
 
     Times are seconds since the epoch. `num_steps` counts the engine steps that emitted a token of this
     block; a step whose tokens span two blocks counts for the first. `step_s_p50` and `step_s_p95` are
-    over those steps. `mean_batch` is the mean number of requests that sampled in those steps and
+    over those steps, without the request's first step, which carries its prompt; 0.0 where none is left.
+    `mean_batch` is the mean number of requests that sampled in those steps and
     `mean_budget` the mean number of draft tokens that the whole batch was allowed.
     """
 

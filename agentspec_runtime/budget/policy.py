@@ -47,7 +47,7 @@ class Load:
 
     `contexts` int64[R]: tokens that each decoding request looks back on. `prefill_tokens` and
     `prefill_attended`: prompt tokens expected beside them. `weights` float64[R]: latency class, 1.0
-    is normal. `num_waiting`: requests that wait to be started. `room`: most draft tokens that fit.
+    is normal. `num_waiting`: requests that may be started in it. `room`: most draft tokens that fit.
     """
 
     contexts: IntArray

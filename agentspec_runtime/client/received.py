@@ -67,10 +67,16 @@ class Received:
 
     @property
     def num_steps(self) -> int | None:
-        """Engine steps that emitted the answer: each emits its accepted draft tokens and one more."""
+        """Engine steps that emitted the answer: each emits its accepted draft tokens and one more.
+
+        vLLM counts acceptance before it looks for the end of an answer, so an end inside an accepted draft
+        makes the difference too small. Our scheduler drafts no end; of other drafters it is at least known
+        that the first token came without a draft (vllm/v1/core/sched/scheduler.py, `update_from_output`).
+        """
         if self.completion_tokens is None or self.accepted is None:
             return None
-        return max(0, self.completion_tokens - self.accepted)
+        least = 1 + self.num_spec_steps if self.num_spec_steps else 0
+        return max(least, self.completion_tokens - self.accepted)
 
     def absorb(self, body: object) -> None:
         """Take a response, a chunk of a stream, or an event of the responses endpoint."""

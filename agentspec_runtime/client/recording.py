@@ -191,8 +191,10 @@ class Recorder:
     def _add_tools(self, run: _Run, tools: object) -> None:
         for tool in tools if isinstance(tools, Sequence) and not isinstance(tools, str) else ():
             function = tool.get("function") if isinstance(tool, Mapping) else None
-            if isinstance(function, Mapping) and isinstance(function.get("name"), str):
-                run.tools.setdefault(function["name"], tool)
+            name = function.get("name") if isinstance(function, Mapping) else None
+            # Once per name: requests repeat their tools, and schemas are long.
+            if isinstance(name, str) and name not in run.tools:
+                run.tools[name] = self._redactor.clean_json(tool, self._text)
 
     def _write_idle(self, now_s: float) -> None:
         while self._runs:

@@ -1,9 +1,9 @@
 """What is taken out of a recording before it is written: keys, tokens and values named like secrets.
 
 By rule, not by understanding: key-like strings of well-known services, JWTs, bearer tokens, private keys,
-passwords in URLs, and values that stand behind a name such as `password` or `api_key` in JSON, YAML, shell
-or Python text. Names, addresses and other personal details are **not** found; whoever records other
-people's data brings a `redact` function.
+passwords in URLs, and texts that stand behind a name such as `password` or `api_key` in JSON, YAML, shell
+or Python text, or in the schema of a tool. Names, addresses and other personal details are **not** found, nor
+are secrets that are numbers; whoever records other people's data brings a `redact` function.
 
 Equal secrets get equal stand-ins within one recorder (the repetition is what a replay measures), and a
 stand-in says nothing about the secret: it is a keyed digest with a key that is never written.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import hmac
 import re
 import secrets
+from collections.abc import Callable, Mapping
 from typing import Final
 
 __all__ = ["Redactor", "without_surrogates"]
@@ -42,6 +43,9 @@ _QUOTED: Final = re.compile(
     r"(?i)(" + _NAME + r"\\{0,8}[\"']?\s{0,8}[:=]\s{0,8})(\\{0,8}[\"'])((?:(?!\2).){1,4096}?)(\2)"
 )
 _BARE: Final = re.compile(r"(?i)(" + _NAME + r"=)([^\s\"'\\&;,)}\]]{4,1024})")
+
+_NAMED: Final = re.compile("(?i)" + _NAME)
+_SCHEMA_VALUES: Final = frozenset({"default", "const", "enum", "example", "examples"})
 
 # What a text must hold for a rule to apply: a search for a word is a hundred times faster than the rule.
 _SECRET_WORDS: Final = (
@@ -83,6 +87,25 @@ class Redactor:
         if any(word in lower for word in _NAME_WORDS):
             text = _BARE.sub(self._bare, _QUOTED.sub(self._quoted, text))
         return text
+
+    def clean_json(self, value: object, clean: Callable[[str], str], *, named: bool = False) -> object:
+        """Decoded JSON with `clean` applied to every text in it.
+
+        Texts that stand under a name like `password` are replaced whole, and where a JSON schema stands
+        there, its defaults and examples are (`named`: such a name has been met).
+        """
+        if isinstance(value, str):
+            return self.stand_in(value) if named else clean(value)
+        if isinstance(value, Mapping):
+            return {
+                name: self.clean_json(
+                    item, clean, named=bool(_NAMED.search(str(name))) or (named and name in _SCHEMA_VALUES)
+                )
+                for name, item in value.items()
+            }
+        if isinstance(value, (list, tuple)):
+            return [self.clean_json(item, clean, named=named) for item in value]
+        return value
 
     def _quoted(self, found: re.Match[str]) -> str:
         value = found[3]

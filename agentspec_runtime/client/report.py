@@ -43,8 +43,8 @@ class CallReport:
         stream: the answer was asked for as a stream.
         outcome: see `Outcome`; `error_type` is the class name of the exception of an `error`.
         attempts: HTTP requests that this call took.
-        num_steps: engine steps that emitted the answer. Each step emits its accepted draft tokens and
-            one more, so this is completion tokens minus accepted tokens.
+        num_steps: engine steps that emitted the answer: completion tokens minus accepted tokens. Exact with
+            our scheduler; where another drafter drafts ends of answers, one or some too few.
         num_spec_steps: steps that verified a draft.
         per_step_drafted, per_step_accepted: one entry per step that verified a draft, in order.
         ttft_ms: scheduling to first token, measured by the server.

@@ -61,6 +61,8 @@ _CLOSING = 4
 _PROGRESS = 5
 STATE_SIZE: Final = _PROGRESS + _NUM_PATTERNS
 
+_FENCE_BYTES = 3
+"""Backticks with which a fence opens."""
 _NEWLINE = ord("\n")
 _TICK = ord("`")
 _SPACE = ord(" ")
@@ -121,12 +123,18 @@ def _fence(state, byte):
 
 @njit(cache=True)
 def advance_block(state, text, start, end):
-    """Feed the bytes `text[start:end]` of one token to the automaton."""
+    """Feed the bytes `text[start:end]` of one token to the automaton.
+
+    Returns how many bytes back from `end` the marker began that opened a block in them; 0 if none did.
+    """
+    opened = 0
     for i in range(start, end):
         byte = text[i]
         kind = state[_KIND]
         if kind in (_TEXT, _CODE):
             kind = _fence(state, byte)
+            if kind == _CODE and state[_KIND] == _TEXT:
+                opened = _FENCE_BYTES + end - 1 - i
         begin = 0
         for k in range(_NUM_PATTERNS):
             size = _PATTERN_ENDS[k] - begin
@@ -141,6 +149,9 @@ def advance_block(state, text, start, end):
                 if kind == state[_KIND] and (kind == _PATTERN_FROM[k] or announced):
                     kind = _PATTERN_TO[k]
                     state[_TICKS] = -1
+                    if kind != _TEXT:
+                        opened = size + end - 1 - i
             state[_PROGRESS + k] = at
             begin = _PATTERN_ENDS[k]
         state[_KIND] = kind
+    return opened

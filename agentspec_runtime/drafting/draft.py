@@ -6,7 +6,9 @@ randomness. It is driven alike by the scheduler, by the offline simulator and by
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -118,6 +120,18 @@ class BatchDraft:
         """The draft in line `i`."""
         n = int(self.lengths[i])
         return Draft(self.token_ids[i, :n], self.survival[i, :n], self.sources[i, :n])
+
+    def cut_before(self, ends: Sequence[tuple[int, ...]]) -> None:
+        """Cut each draft before the first token that ends its answer; `ends[i]` holds their ids for line `i`.
+
+        The step that verifies what comes before samples the end by itself, so a drafted end saves nothing.
+        And an answer that never ends inside a draft has as many steps as tokens that were not accepted.
+        """
+        for column in zip_longest(*ends, fillvalue=-1):
+            is_end = self.token_ids == np.array(column, np.int32)[:, None]
+            if is_end.any():
+                first = np.where(is_end.any(axis=1), is_end.argmax(axis=1), self.lengths)
+                np.minimum(self.lengths, first, out=self.lengths)
 
 
 class BlockSpan(NamedTuple):

@@ -157,7 +157,8 @@ class RequestLedger:
         """One step that sampled: `sources` of the drafted tokens, how many of them were accepted or
         verified in vain, and how the emitted tokens divide into blocks. Also adds to `totals`.
         """
-        if self.first_token_s == 0.0:
+        is_first = self.first_token_s == 0.0
+        if is_first:
             self.first_token_s = step.end_s
         index = len(self._drafted)
         emitted: list[_Block] = []
@@ -173,7 +174,8 @@ class RequestLedger:
                 block.steps += 1
                 block.batch += step.batch
                 block.budget += step.budget
-                block.durations.append(step.duration_s)
+                if not is_first:  # that one carried the prompt: its time is the prefill's
+                    block.durations.append(step.duration_s)
             self._num_tokens += span.num_tokens
             if self._tail is not None:
                 emitted += [block] * span.num_tokens

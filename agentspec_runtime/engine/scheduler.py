@@ -19,7 +19,7 @@ import json
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -128,7 +128,9 @@ class AgentSpecScheduler(Scheduler):
 
     def _place_drafts(self) -> None:
         if self._guard.errors < _MAX_ERRORS:
-            waiting = chain(self.waiting, self.kv_holding_waiting)
+            # Prompts of requests for which there is no place among the running ones cannot be in the step.
+            free = max(self.max_num_running_reqs - len(self.running), 0)
+            waiting = islice(chain(self.waiting, self.kv_holding_waiting), free)
             self._speculation.place_drafts(self.running, waiting, self.max_num_scheduled_tokens)
 
 

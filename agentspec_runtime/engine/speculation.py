@@ -19,16 +19,17 @@ import numpy as np
 from agentspec_runtime.budget import BudgetPolicy, Load, Plan, StepShape
 from agentspec_runtime.drafting import BatchDraft, Drafter, DraftScope
 from agentspec_runtime.drafting.blocks import kind_code
+from agentspec_runtime.drafting.tracker import BlockTracker
 from agentspec_runtime.engine.config import EngineConfig
 from agentspec_runtime.engine.guard import Guard
 from agentspec_runtime.engine.ledger import RequestLedger, StepContext, VerdictCounts
+from agentspec_runtime.engine.request_facts import end_tokens, namespace, stop_strings, temperature_bucket
 from agentspec_runtime.engine.stop_strings import StopStrings, TokenText
 from agentspec_runtime.errors import HintError
 from agentspec_runtime.hints import HINT_VERSION, XARGS_KEY, Hint, decode_hint
 from agentspec_runtime.observe import Observer, StepReport
 
 if TYPE_CHECKING:
-    from vllm import SamplingParams
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.request import Request
@@ -54,7 +55,8 @@ class _Live:
     session: str | None
     ledger: RequestLedger
     cap: int
-    weight: float
+    ends: tuple[int, ...]
+    weight: float = 1.0
     num_cached_tokens: int = 0
     stops: StopStrings | None = None
 
@@ -104,6 +106,7 @@ class Speculation:
         self._model = model
         self._structured_output = structured_output
         self._observer = observer
+        self._tracker = BlockTracker(drafter.vocabulary)
         self._block_tokens = block_tokens
         self._token_text = token_text
         self._clock = clock
@@ -123,7 +126,7 @@ class Speculation:
             return
         hint = self._read_hint(params.extra_args)
         session = (hint.session if hint else None) or request.session_id
-        stops = _stop_strings(params)
+        stops = stop_strings(params)
         ledger = RequestLedger(
             hint=hint,
             num_prompt_tokens=len(prompt),
@@ -131,8 +134,11 @@ class Speculation:
             can_cut=stops is not None and self._observer is not None,
         )
         cap = self._drafter.config.num_speculative_tokens
-        live = _Live(request, hint, session, ledger, cap, 1.0, stops=stops)
+        live = _Live(request, hint, session, ledger, cap, end_tokens(params), stops=stops)
         self._live[request.request_id] = live
+        begins_in = kind_code(hint.expect[0]) if hint and hint.expect else 0
+        if self._observer is not None:
+            self._tell("blocks", lambda: self._tracker.start(request.request_id, begins_in))
         if hint is not None:
             live.weight = _LATENCY_WEIGHT[hint.latency]
             if hint.speculate != "auto":
@@ -143,9 +149,9 @@ class Speculation:
         self._drafter.start(
             request.request_id,
             prompt,
-            scope=DraftScope(namespace=_namespace(request), session=session, reach=reach),
-            block_kind=kind_code(hint.expect[0]) if hint and hint.expect else 0,
-            sampled=_temperature_bucket(params.temperature),
+            scope=DraftScope(namespace=namespace(request), session=session, reach=reach),
+            block_kind=begins_in,
+            sampled=temperature_bucket(params.temperature),
             keys=request.block_hashes,
             block_tokens=self._block_tokens,
         )
@@ -158,6 +164,7 @@ class Speculation:
         try:
             self._drafter.finish(request.request_id, keys=request.block_hashes)
         finally:
+            self._tracker.finish(request.request_id)
             self._report_request(live, reason)
 
     def _report_request(self, live: _Live, reason: str) -> None:
@@ -254,12 +261,7 @@ class Speculation:
         req_ids = [live.request.request_id for live in decoding]
         prices = self._budget.prices(load)
         batch = self._drafter.draft_batch(req_ids, caps, prices)
-        ends = np.array([_end_token(live.request) for live in decoding], np.int32)
-        # Nothing can follow the end of an answer: cut behind it.
-        is_end = batch.token_ids == ends[:, None]
-        if is_end.any():
-            first = np.where(is_end.any(axis=1), is_end.argmax(axis=1) + 1, batch.lengths)
-            np.minimum(batch.lengths, first, out=batch.lengths)
+        batch.cut_before([live.ends for live in decoding])
         return batch
 
     def _set_drafts(self, decoding: Sequence[_Live], batch: BatchDraft, plan: Plan) -> dict[str, list[int]]:
@@ -337,7 +339,6 @@ class Speculation:
         # Without a step (`scheduled` failed) there is still text to take in, and requests that ended.
         step, self._step = self._step or _Step(self._clock()), None
         duration = self._clock() - step.started
-        wall = self._wall()
         req_ids: list[str] = []
         new_ids: list[Sequence[int]] = []
         ended: list[tuple[str, str]] = []
@@ -348,21 +349,10 @@ class Speculation:
                     new_ids.append(output.new_token_ids)
                 if output.finish_reason is not None and output.request_id not in requests:
                     ended.append((output.request_id, str(output.finish_reason)))
-        observed = self._drafter.observe_batch(req_ids, new_ids)
-        context = StepContext(
-            end_s=wall,
-            duration_s=duration,
-            batch=step.num_sampling,
-            budget=sum(map(len, step.sources.values())),
-        )
+        self._drafter.observe_batch(req_ids, new_ids)
         totals = VerdictCounts()
-        for i, req_id in enumerate(req_ids):
-            sources = step.sources.get(req_id, [])
-            verified = max(sampled.get(req_id, 1) - 1, 0) if sources else 0
-            accepted = min(verified, len(new_ids[i]), len(sources))
-            self._live[req_id].ledger.add_step(
-                observed.spans(i), sources, accepted, verified - accepted, context, totals
-            )
+        if self._observer is not None:
+            self._tell("account", lambda: self._account(step, duration, req_ids, new_ids, sampled, totals))
         for req_id, reason in ended:
             live = self._live.get(req_id)
             if live is not None:
@@ -370,6 +360,30 @@ class Speculation:
         if step.shape.num_tokens:
             self._budget.observe(step.shape, duration)
         self._report_step(step, duration, totals)
+
+    def _account(
+        self,
+        step: _Step,
+        duration: float,
+        req_ids: Sequence[str],
+        new_ids: Sequence[Sequence[int]],
+        sampled: Mapping[str, int],
+        totals: VerdictCounts,
+    ) -> None:
+        """Enter what a step did into the ledgers of its requests, and into `totals`."""
+        context = StepContext(
+            end_s=self._wall(),
+            duration_s=duration,
+            batch=step.num_sampling,
+            budget=sum(map(len, step.sources.values())),
+        )
+        blocks = self._tracker.advance(req_ids, new_ids)
+        for req_id, tokens, spans in zip(req_ids, new_ids, blocks, strict=True):
+            sources = step.sources.get(req_id, [])
+            verified = max(sampled.get(req_id, 1) - 1, 0) if sources else 0
+            accepted = min(verified, len(tokens), len(sources))
+            ledger = self._live[req_id].ledger
+            ledger.add_step(spans, sources, accepted, verified - accepted, context, totals)
 
     def abandon(self, outputs: Mapping[int, EngineCoreOutputs], requests: Mapping[str, Request]) -> None:
         """Verdicts of a step could not be taken in: its requests, of whose text something may be missing
@@ -410,28 +424,3 @@ class Speculation:
         """The engine shuts down."""
         if self._observer is not None:
             self._observer.close()
-
-
-def _namespace(request: Request) -> str:
-    """What isolates vLLM's prefix cache isolates draft memory: adapter and cache salt."""
-    adapter = request.lora_request.lora_name if request.lora_request is not None else ""
-    return f"{len(adapter)}:{adapter}:{request.cache_salt or ''}"
-
-
-def _stop_strings(params: SamplingParams) -> StopStrings | None:
-    stops = [params.stop] if isinstance(params.stop, str) else params.stop
-    if not stops or not params.detokenize:
-        return None
-    return StopStrings(stops=tuple(stop.encode() for stop in stops), min_tokens=params.min_tokens)
-
-
-def _temperature_bucket(temperature: float) -> int:
-    if temperature < 1e-5:
-        return 0
-    return 1 if temperature <= 0.5 else (2 if temperature <= 1.0 else 3)
-
-
-def _end_token(request: Request) -> int:
-    params = request.sampling_params
-    end = params.eos_token_id if params is not None else None
-    return -1 if end is None else int(end)

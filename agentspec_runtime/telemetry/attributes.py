@@ -175,7 +175,8 @@ ATTEMPTS = _define(
 PARENT_AGENT = _define("agentspec.parent_agent", "string", "chat invoke_agent", "Agent that called this one.")
 LINK = _define(
     "agentspec.link", "string", "link",
-    "On a span link of `chat`, what its target gave to the prompt: `tool_result` or `previous_turn`.",
+    "On a span link of `chat`, what its target is: `tool_result` (its result is new in this prompt) or"
+    " `previous_turn` (the call before, of this agent in this session).",
 )  # fmt: skip
 
 # -- one block -----------------------------------------------------------------------------------------
@@ -189,9 +190,12 @@ MEAN_BATCH = _define(
 MEAN_BUDGET = _define(
     "agentspec.mean_budget", "double", "block", "Mean draft tokens allowed for the whole batch."
 )
-STEP_P50 = _define("agentspec.step_s_p50", "double", "block", "Median time of its steps, in seconds.")
+STEP_P50 = _define(
+    "agentspec.step_s_p50", "double", "block",
+    "Median time of its steps, in seconds, without the first step of the request, which is its prefill.",
+)  # fmt: skip
 STEP_P95 = _define(
-    "agentspec.step_s_p95", "double", "block", "95th percentile of the time of its steps, in seconds."
+    "agentspec.step_s_p95", "double", "block", "95th percentile of the time of the same steps, in seconds."
 )
 
 ATTRIBUTES: Final[tuple[Attribute, ...]] = tuple(_TABLE)

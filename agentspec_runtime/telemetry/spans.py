@@ -159,8 +159,8 @@ def _block_attributes(block: _Block) -> dict[str, object]:
         **_speculation(block.verdicts, block.num_steps, block.num_tokens),
         names.MEAN_BATCH: block.mean_batch,
         names.MEAN_BUDGET: block.mean_budget,
-        names.STEP_P50: block.step_s_p50,
-        names.STEP_P95: block.step_s_p95,
+        names.STEP_P50: block.step_s_p50 or None,
+        names.STEP_P95: block.step_s_p95 or None,
     }
 
 

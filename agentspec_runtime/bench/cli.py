@@ -174,7 +174,9 @@ def replay(
     ] = Switch.ON,
     seed: Annotated[int, typer.Option(help="Of arrival times.")] = 0,
     eager: Annotated[bool, typer.Option("--eager/--compiled", help="Engine mode for all methods.")] = False,
-    dtype: Annotated[str, typer.Option(help="vLLM's --dtype.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="vLLM's --dtype; auto is float32 on a CPU that has no bfloat16.")
+    ] = "auto",
     kv_cache_gib: Annotated[float | None, typer.Option(min=0.1, help="KV cache; a CPU needs a size.")] = None,
     engine_arg: Annotated[
         list[str] | None, typer.Option(help="name=value for every method, e.g. tensor_parallel_size=2.")
@@ -225,7 +227,9 @@ def calibrate(
     requests: Annotated[str, typer.Option(help="Requests at the same time.")] = "1,2,4,8,16,32,64",
     context: Annotated[int, typer.Option(min=16, help="Tokens in the KV cache of every request.")] = 512,
     eager: Annotated[bool, typer.Option("--eager/--compiled", help="Engine mode.")] = False,
-    dtype: Annotated[str, typer.Option(help="vLLM's --dtype.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="vLLM's --dtype; auto is float32 on a CPU that has no bfloat16.")
+    ] = "auto",
     kv_cache_gib: Annotated[float | None, typer.Option(min=0.1, help="KV cache; a CPU needs a size.")] = None,
     engine_arg: Annotated[list[str] | None, typer.Option(help="name=value for the engine.")] = None,
 ) -> None:
@@ -367,8 +371,10 @@ def _engine_arguments(
 ) -> dict[str, JsonValue]:
     from agentspec_runtime.engine.args import cpu_kv_cache_bytes
     from agentspec_runtime.engine.compat import require_vllm
-    from agentspec_runtime.engine.host import available_memory_bytes
+    from agentspec_runtime.engine.host import available_memory_bytes, has_fast_bfloat16
 
+    if dtype == "auto" and require_vllm().cpu and not has_fast_bfloat16():
+        dtype = "float32"
     engine: dict[str, JsonValue] = {"enforce_eager": eager, "dtype": dtype, "enable_prefix_caching": True}
     if kv_cache_gib is not None:
         engine["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)

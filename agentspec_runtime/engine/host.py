@@ -1,4 +1,4 @@
-"""What the machine has: memory that a process may still take, free ports, a GPU."""
+"""What the machine has: memory that a process may still take, free ports, a GPU, bfloat16."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 from typing import Final
 
-__all__ = ["available_memory_bytes", "has_gpu", "port_problem"]
+__all__ = ["available_memory_bytes", "has_fast_bfloat16", "has_gpu", "port_problem"]
 
 # A driver that has not answered by then is as good as none.
 _DRIVER_TIMEOUT_S: Final = 10
@@ -39,6 +39,20 @@ def has_gpu() -> bool:
     except (OSError, subprocess.TimeoutExpired):
         return False
     return done.returncode == 0
+
+
+def has_fast_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether this processor is made for bfloat16; True where that cannot be told.
+
+    vLLM computes in bfloat16 on a CPU unless told otherwise. Without AVX-512 (x86) or the BF16 extension
+    (Arm) every product is emulated: measured on AVX2, 200 tokens of a prompt per second became 39.
+    """
+    with contextlib.suppress(OSError):
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() in ("flags", "Features"):
+                return not {"avx512f", "amx_bf16", "bf16"}.isdisjoint(value.split())
+    return True
 
 
 def port_problem(host: str, port: int) -> str | None:

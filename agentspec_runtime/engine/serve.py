@@ -21,7 +21,7 @@ from typing import Final
 
 from agentspec_runtime.engine.args import RUNNER_VARIABLE
 from agentspec_runtime.engine.compat import require_vllm
-from agentspec_runtime.engine.host import available_memory_bytes, port_problem
+from agentspec_runtime.engine.host import available_memory_bytes, has_fast_bfloat16, port_problem
 from agentspec_runtime.engine.server_plan import EmbeddedFiles, ServeOptions, plan_server
 from agentspec_runtime.errors import AgentSpecError, ConfigurationError, ServerError
 
@@ -54,6 +54,7 @@ def serve(arguments: Sequence[str], options: ServeOptions, say: Callable[[str], 
                 cpu=installation.cpu,
                 environment=os.environ,
                 available_bytes=available_memory_bytes(),
+                fast_bfloat16=has_fast_bfloat16(),
             )
             os.environ.update(plan.environment)
             parsed = vllm_serve.parse(plan.arguments)
@@ -65,6 +66,8 @@ def serve(arguments: Sequence[str], options: ServeOptions, say: Callable[[str], 
         _check_port(parsed)
         if RUNNER_VARIABLE in plan.environment:
             say(f"using vLLM's first model runner ({RUNNER_VARIABLE}=0): the second has no custom proposers")
+        if installation.cpu and parsed.dtype == "auto" and not has_fast_bfloat16():
+            say("this processor emulates bfloat16: --dtype float32 is several times faster, if memory allows")
         say(plan.command)
         say(f"starting after {time.monotonic() - started_s:.0f} s; Ctrl-C stops")
 

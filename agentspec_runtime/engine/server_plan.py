@@ -98,6 +98,7 @@ def plan_server(
     cpu: bool,
     environment: Mapping[str, str],
     available_bytes: int | None,
+    fast_bfloat16: bool = True,
 ) -> ServePlan:
     """Join the user's vLLM arguments with ours. Starts nothing, except that `embedded` may convert.
 
@@ -130,6 +131,8 @@ def plan_server(
         files = embedded()
         model = [str(files.folder)]
         ours += _embedded_arguments(given, files)
+        if cpu and not fast_bfloat16 and "dtype" not in given:
+            ours += ["--dtype", "float32"]  # 540 MB of weights; other models may not fit twice
     elif rest and not rest[0].startswith("-"):
         model, rest = rest[:1], rest[1:]
     return ServePlan(arguments=(*model, *ours, *rest, *merged), environment=MappingProxyType(variables))

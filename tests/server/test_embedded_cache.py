@@ -142,6 +142,49 @@ def test_disk_that_fills_up_meanwhile_is_a_clear_error(folder: BuiltFolder):
     assert not folder.path.exists()
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux")
+def test_device_that_is_really_full_leaves_the_old_folder(built: BuiltFolder):
+    """No room for the new version: the kernel's own error, the old folder is still there and still whole."""
+
+    def build(path: Path) -> None:
+        (path / "half").write_bytes(b"x")
+        Path("/dev/full").write_bytes(b"x" * 100_000)
+
+    with pytest.raises(ModelError, match=r"no space left for .*AGENTSPEC_CACHE"):
+        built.ensure("weights 2.0", build, quiet)
+    assert built.problem(SOURCE) is None
+    assert sorted(path.name for path in built.path.parent.iterdir()) == [".m.lock", "m"]
+
+
+@pytest.mark.parametrize("limit", [0, 500, 1100], ids=["no byte", "half the weights", "all but the marker"])
+def test_writes_that_fail_anywhere_leave_nothing_behind(tmp_path: Path, limit: int):
+    """The process may write no file larger than `limit` bytes; the lock file stays empty and can be made."""
+    script = textwrap.dedent(
+        """
+        import resource, sys
+        from pathlib import Path
+        from agentspec_runtime.embedded.cache import BuiltFolder
+        from agentspec_runtime.errors import ModelError
+
+        def build(folder):
+            for i in range(20):
+                (folder / f"weights-{i}.bin").write_bytes(b"w" * 1000)
+
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)
+        try:
+            BuiltFolder(Path(sys.argv[1]), needed_bytes=1).ensure("s", build, lambda line: None)
+        except ModelError as error:
+            print(error)
+            sys.exit(3)
+        """
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "m"), str(limit)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (3, "")
+    assert "AGENTSPEC_CACHE" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == [".m.lock"]
+
+
 def test_place_that_cannot_be_written_is_a_clear_error(tmp_path: Path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ModelError, match=r"cannot write .*AGENTSPEC_CACHE"):

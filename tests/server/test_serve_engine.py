@@ -13,16 +13,24 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
+pytest.importorskip("aiohttp", reason="comes with vLLM")
+
+from sticky_router import StickyRouter
+
+import agentspec_runtime
 from agentspec_runtime.hints import Hint, encode_hint
 
 openai = pytest.importorskip("openai", reason="needs the extra openai")
 
 pytestmark = pytest.mark.engine
+
+MODEL = "SmolLM2-135M-Instruct"
 
 
 def chat(url: str, body: dict[str, object], **headers: str) -> tuple[int, dict[str, str], dict]:
@@ -169,7 +177,7 @@ def test_ctrl_c_while_it_starts_ends_it_at_once(tmp_path: Path):
     assert "agentspec: stopped before the server was ready" in log.read_text()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def collector() -> Iterator[tuple[str, list[bytes]]]:
     """An OTLP/HTTP endpoint that keeps what it gets."""
     received: list[bytes] = []
@@ -203,17 +211,28 @@ def wait_until_healthy(port: int, process: subprocess.Popen[bytes], log: Path) -
             time.sleep(0.5)
 
 
-@pytest.mark.slow
-def test_tenants_spans_and_the_death_of_the_engine(collector: tuple[str, list[bytes]], tmp_path: Path):
-    """One more server, for what needs options of its own; it ends by losing its engine process."""
-    endpoint, received = collector
-    port, log = free_port(), tmp_path / "log"
+@dataclass(frozen=True, slots=True)
+class Second:
+    """One more server, for what needs options of its own. Its tenants come from a header."""
+
+    process: subprocess.Popen[bytes]
+    root_url: str
+    log: Path
+
+
+@pytest.fixture(scope="module")
+def second_server(
+    collector: tuple[str, list[bytes]], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Second]:
+    """It ends by losing its engine process, in the last test of this file."""
+    port, log = free_port(), tmp_path_factory.mktemp("second") / "log"
     process = start(
         "--tenant-from=header:x-tenant",
-        f"--otlp-endpoint={endpoint}",
+        f"--otlp-endpoint={collector[0]}",
         "--",
         f"--port={port}",
         "--enforce-eager",
+        "--dtype=float32",
         "--max-model-len=2048",
         "--kv-cache-memory-bytes=1073741824",
         "--enable-prompt-tokens-details",
@@ -221,38 +240,92 @@ def test_tenants_spans_and_the_death_of_the_engine(collector: tuple[str, list[by
     )
     try:
         wait_until_healthy(port, process, log)
-        url = f"http://127.0.0.1:{port}/v1"
-        body = {
-            "model": "SmolLM2-135M-Instruct",
-            "messages": [{"role": "user", "content": "count: " + " ".join(map(str, range(200)))}],
-            "max_tokens": 4,
-            "cache_salt": "chosen by the client",
-        }
-
-        def cached(**headers: str) -> int:
-            status, _, answer = chat(url, body, **headers)
-            assert status == 200, answer
-            return (answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-
-        assert chat(url, body)[0] == 401
-        assert cached(**{"x-tenant": "a"}) == 0
-        assert cached(**{"x-tenant": "a"}) > 0
-        assert cached(**{"x-tenant": "b"}) == 0
-
-        deadline = time.monotonic() + 20
-        while not received and time.monotonic() < deadline:
-            time.sleep(0.2)
-        assert received, "no span arrived"
-
-        engines = [
-            int(pid) for pid in subprocess.check_output(["pgrep", "-g", str(process.pid)], text=True).split()
-        ]
-        names = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in engines if pid != process.pid}
-        engine = next(pid for pid, name in names.items() if b"EngineCore" in name)
-        os.kill(engine, signal.SIGKILL)
-        assert process.wait(60) == 2
-        assert "agentspec: vLLM's engine process ended by itself" in log.read_text()
+        yield Second(process, f"http://127.0.0.1:{port}", log)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+@pytest.mark.slow
+def test_tenants_share_nothing_and_spans_arrive(second_server: Second, collector: tuple[str, list[bytes]]):
+    url = f"{second_server.root_url}/v1"
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "count: " + " ".join(map(str, range(200)))}],
+        "max_tokens": 4,
+        "cache_salt": "chosen by the client",
+    }
+
+    def cached(**headers: str) -> int:
+        status, _, answer = chat(url, body, **headers)
+        assert status == 200, answer
+        return (answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+    assert chat(url, body)[0] == 401
+    assert cached(**{"x-tenant": "a"}) == 0
+    assert cached(**{"x-tenant": "a"}) > 0
+    assert cached(**{"x-tenant": "b"}) == 0
+
+    received = collector[1]
+    deadline = time.monotonic() + 20
+    while not received and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert received, "no span arrived"
+
+
+@pytest.mark.slow
+def test_a_session_moves_on_when_its_replica_dies(engine_server, second_server: Second):
+    """Two replicas behind a router: a session sticks to one, which dies under a request of it. The other one
+    answers, with the same text, and nobody is told. Until then the metrics of both add up to what was said.
+    """
+    replicas = [engine_server.root_url, second_server.root_url]
+    messages = [{"role": "user", "content": COPY}]
+    arguments = {"model": MODEL, "messages": messages, "max_tokens": 60, "temperature": 0}
+    doomed = second_server
+    agentspec_runtime.instrument()
+    try:
+        with (
+            StickyRouter(replicas) as router,
+            agentspec_runtime.collect_calls() as calls,
+            openai.OpenAI(
+                base_url=f"{router.url}/v1",
+                api_key="none",
+                max_retries=0,
+                default_headers={"x-tenant": "replicas"},
+            ) as client,
+        ):
+
+            def turn(session: str, **more: object) -> str:
+                with agentspec_runtime.session(session):
+                    answer = client.chat.completions.create(**arguments | more)
+                return answer.choices[0].message.content
+
+            before = sum(metric(url, "agentspec_accepted_tokens_total") for url in replicas)
+            names = [next(n for n in map(str, range(99)) if router.order(n)[0] == url) for url in replicas]
+            texts = [turn(name) for name in names * 2]
+            assert len(set(texts)) == 1
+            posted = [pair for pair in router.served if pair[0]]
+            assert [replica for _, replica in posted] == replicas * 2, "each session stuck to its replica"
+            time.sleep(1.5)  # the telemetry thread writes in slices
+            after = sum(metric(url, "agentspec_accepted_tokens_total") for url in replicas)
+            assert after - before == sum(call.accepted for call in calls) > 60
+
+            engine = next(
+                int(pid)
+                for pid in subprocess.check_output(
+                    ["pgrep", "-g", str(doomed.process.pid)], text=True
+                ).split()
+                if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            )
+            kill = threading.Timer(0.5, os.kill, (engine, signal.SIGKILL))
+            kill.start()
+            long = turn(names[1], max_tokens=300, extra_body={"ignore_eos": True})
+            kill.join()
+            assert doomed.process.wait(60) == 2
+            assert "agentspec: vLLM's engine process ended by itself" in doomed.log.read_text()
+            assert router.served[-1] == (names[1], engine_server.root_url)
+            assert turn(names[1]) == texts[0]
+            assert turn(names[1], max_tokens=300, extra_body={"ignore_eos": True}) == long
+    finally:
+        agentspec_runtime.uninstrument()

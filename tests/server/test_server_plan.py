@@ -18,6 +18,7 @@ from agentspec_runtime.engine.args import (
 )
 from agentspec_runtime.engine.compat import find_vllm
 from agentspec_runtime.engine.config import EngineConfig
+from agentspec_runtime.engine.host import has_fast_bfloat16
 from agentspec_runtime.engine.middleware import parse_tenant_source
 from agentspec_runtime.engine.server_plan import EmbeddedFiles, ServeOptions, ServePlan, plan_server
 from agentspec_runtime.errors import ConfigurationError
@@ -46,6 +47,7 @@ def plan(vllm_serve):
         *arguments: str,
         environment: Mapping[str, str] | None = None,
         cpu: bool = True,
+        fast_bfloat16: bool = True,
         options: ServeOptions | None = None,
     ):
         made: ServePlan = plan_server(
@@ -56,6 +58,7 @@ def plan(vllm_serve):
             cpu=cpu,
             environment=environment or {},
             available_bytes=8 * GIB,
+            fast_bfloat16=fast_bfloat16,
         )
         return made, vllm_serve.parse(made.arguments)
 
@@ -106,6 +109,39 @@ def test_the_executor_is_ours_only_on_a_cpu_and_if_nobody_chose(
     plan, arguments: tuple[str, ...], cpu: bool, backend: str | None
 ):
     assert plan(*arguments, cpu=cpu)[1].distributed_executor_backend == backend
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cpu", "fast", "dtype"),
+    [
+        ((), True, False, "float32"),
+        (("--dtype", "bfloat16"), True, False, "bfloat16"),
+        (("some/model",), True, False, "auto"),
+        ((), True, True, "auto"),
+        ((), False, False, "auto"),
+    ],
+)
+def test_a_processor_without_bfloat16_computes_the_embedded_model_in_float32(
+    plan, arguments: tuple[str, ...], cpu: bool, fast: bool, dtype: str
+):
+    assert plan(*arguments, cpu=cpu, fast_bfloat16=fast)[1].dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("line", "fast"),
+    [
+        ("flags\t\t: fpu sse avx2 fma", False),
+        ("flags\t\t: fpu avx2 avx512f avx512bw", True),
+        ("Features\t: fp asimd bf16", True),
+        ("Features\t: fp asimd", False),
+        ("processor\t: 0", True),
+    ],
+)
+def test_bfloat16_is_read_from_the_processor(tmp_path: Path, line: str, fast: bool):
+    file = tmp_path / "cpuinfo"
+    file.write_text(f"vendor_id : x\n{line}\n")
+    assert has_fast_bfloat16(file) is fast
+    assert has_fast_bfloat16(tmp_path / "none")
 
 
 def test_named_model_gets_nothing_of_the_embedded_one(plan):

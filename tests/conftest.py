@@ -106,17 +106,26 @@ class _Servers:
             )
         return _Starting(process=process, port=port, log=log)
 
+    def terminate(self, name: str) -> None:
+        """Tell one to stop, as a service manager does."""
+        self.started[name].process.send_signal(signal.SIGTERM)
+
+    def exit_code(self, name: str) -> int:
+        """Of one that was told to stop; killed, with all that it started, when it does not."""
+        process = self.started[name].process
+        try:
+            return process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            return process.wait()
+
     def stop(self) -> list[str]:
         """End all; returns what was not as it should be (a server that is told to stop exits with 0)."""
-        for starting in self.started.values():
-            starting.process.send_signal(signal.SIGTERM)
+        for name in self.started:
+            self.terminate(name)
         problems = []
         for name, starting in self.started.items():
-            try:
-                code = starting.process.wait(_STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                os.killpg(starting.process.pid, signal.SIGKILL)
-                code = starting.process.wait()
+            code = self.exit_code(name)
             if code != 0 and starting.ready:
                 problems.append(f"{name} ended with code {code}:\n{_tail(starting.log)}")
         return problems
@@ -151,7 +160,9 @@ def _tail(log: Path, start: int = 0) -> str:
 
 
 @pytest.fixture(scope="session")
-def _servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Servers]:
+def all_servers(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[_Servers]:
     try:
         missing = None if find_vllm() else "vLLM is not installed"
     except AgentSpecError as error:
@@ -171,25 +182,31 @@ def _servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         try:
             yield servers
         finally:
-            servers.stop()
+            problems = servers.stop()
+    assert not problems, "\n".join(problems)
 
 
 @pytest.fixture(scope="session")
-def engine_server(_servers: _Servers) -> Server:
+def engine_server(all_servers: _Servers) -> Server:
     """`agentspec serve` with our scheduler."""
-    return _servers.get("engine_server")
+    return all_servers.get("engine_server")
 
 
 @pytest.fixture(scope="session")
-def engine_spans(_servers: _Servers) -> OtlpReceiver:
+def engine_spans(all_servers: _Servers) -> OtlpReceiver:
     """Receives the spans of `engine_server`, of all tests; look for your own trace id or request id."""
-    return _servers.spans
+    return all_servers.spans
 
 
 @pytest.fixture(scope="session")
-def plain_server(_servers: _Servers) -> Server:
+def plain_server(all_servers: _Servers) -> Server:
     """`agentspec serve --plain`: the same server without our scheduler."""
-    return _servers.get("plain_server")
+    return all_servers.get("plain_server")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that end one of the servers come last; all others keep their order."""
+    items.sort(key=lambda item: item.get_closest_marker("ends_server") is not None)
 
 
 _log_starts: pytest.StashKey[dict[str, int]] = pytest.StashKey()

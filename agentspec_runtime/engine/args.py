@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final, Literal, TypedDict
@@ -32,10 +32,12 @@ __all__ = [
     "PROPOSER",
     "RUNNER_VARIABLE",
     "SCHEDULER",
+    "THREADS_VARIABLE",
     "EngineArguments",
     "EngineKwargs",
     "SpeculativeKwargs",
     "cpu_kv_cache_bytes",
+    "cpu_threads",
     "dotted",
     "engine_args",
 ]
@@ -43,6 +45,7 @@ __all__ = [
 EXECUTOR: Final = "agentspec_runtime.engine.executor.QuietMultiprocExecutor"
 SCHEDULER: Final = "agentspec_runtime.engine.scheduler.AgentSpecScheduler"
 PROPOSER: Final = "agentspec_runtime.engine.proposer.NullProposer"
+THREADS_VARIABLE: Final = "VLLM_CPU_OMP_THREADS_BIND"
 RUNNER_VARIABLE: Final = "VLLM_USE_V2_MODEL_RUNNER"
 
 DEFAULT_NUM_SPECULATIVE_TOKENS: Final = 32
@@ -50,6 +53,8 @@ DEFAULT_NUM_SPECULATIVE_TOKENS: Final = 32
 already costs little more per token than an endless one, and vLLM reserves KV slots for all of them."""
 
 _GIB: Final = 1 << 30
+
+_FEW_CORES: Final = 4
 
 JsonValue = str | int | float | bool | None | list["JsonValue"] | dict[str, "JsonValue"]
 
@@ -141,6 +146,16 @@ def cpu_kv_cache_bytes(available_bytes: int | None) -> int:
     if available_bytes is None:
         return 2 * _GIB
     return max(_GIB, min(4 * _GIB, available_bytes * 2 // 5 // _GIB * _GIB))
+
+
+def cpu_threads(cores: Iterable[int]) -> dict[str, str]:
+    """Environment that lets vLLM compute on every core of a small machine.
+
+    vLLM keeps one core free for its other processes. Of two cores that is half: 87 tok/s at 16 in flight
+    became 143 with both (embedded model, float32). From five cores on its own choice is left alone.
+    """
+    known = sorted(cores)
+    return {THREADS_VARIABLE: ",".join(map(str, known))} if 1 < len(known) <= _FEW_CORES else {}
 
 
 def dotted(flag: str, values: Mapping[str, object]) -> list[str]:

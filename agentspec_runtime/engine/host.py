@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import shutil
 import socket
 import subprocess
 from pathlib import Path
 from typing import Final
 
-__all__ = ["available_memory_bytes", "has_fast_bfloat16", "has_gpu", "port_problem"]
+__all__ = ["available_memory_bytes", "has_fast_bfloat16", "has_gpu", "port_problem", "usable_cores"]
 
 # A driver that has not answered by then is as good as none.
 _DRIVER_TIMEOUT_S: Final = 10
@@ -53,6 +54,13 @@ def has_fast_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
             if name.strip() in ("flags", "Features"):
                 return not {"avx512f", "amx_bf16", "bf16"}.isdisjoint(value.split())
     return True
+
+
+def usable_cores() -> frozenset[int]:
+    """Numbers of the cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
 
 
 def port_problem(host: str, port: int) -> str | None:

@@ -21,7 +21,12 @@ from typing import Final
 
 from agentspec_runtime.engine.args import RUNNER_VARIABLE
 from agentspec_runtime.engine.compat import require_vllm
-from agentspec_runtime.engine.host import available_memory_bytes, has_fast_bfloat16, port_problem
+from agentspec_runtime.engine.host import (
+    available_memory_bytes,
+    has_fast_bfloat16,
+    port_problem,
+    usable_cores,
+)
 from agentspec_runtime.engine.server_plan import EmbeddedFiles, ServeOptions, plan_server
 from agentspec_runtime.errors import AgentSpecError, ConfigurationError, ServerError
 
@@ -55,6 +60,7 @@ def serve(arguments: Sequence[str], options: ServeOptions, say: Callable[[str], 
                 environment=os.environ,
                 available_bytes=available_memory_bytes(),
                 fast_bfloat16=has_fast_bfloat16(),
+                cores=usable_cores(),
             )
             os.environ.update(plan.environment)
             parsed = vllm_serve.parse(plan.arguments)

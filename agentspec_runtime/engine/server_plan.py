@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import secrets
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -24,7 +24,9 @@ from agentspec_runtime.engine.args import (
     PROPOSER,
     RUNNER_VARIABLE,
     SCHEDULER,
+    THREADS_VARIABLE,
     cpu_kv_cache_bytes,
+    cpu_threads,
     dotted,
     engine_args,
 )
@@ -34,6 +36,8 @@ from agentspec_runtime.errors import ConfigurationError
 
 __all__ = ["EmbeddedFiles", "ServeOptions", "ServePlan", "VllmParser", "plan_server"]
 
+# With several workers, the variable for threads has a part for each.
+_SEVERAL_WORKERS: Final = {"tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size"}
 MIDDLEWARE: Final = "agentspec_runtime.engine.middleware.AgentSpecMiddleware"
 # Settings of vLLM that are made of several flags: ours and the user's are merged into one value.
 _SPECULATIVE_DESTS: Final = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
@@ -99,6 +103,7 @@ def plan_server(
     environment: Mapping[str, str],
     available_bytes: int | None,
     fast_bfloat16: bool = True,
+    cores: Collection[int] = (),
 ) -> ServePlan:
     """Join the user's vLLM arguments with ours. Starts nothing, except that `embedded` may convert.
 
@@ -121,6 +126,8 @@ def plan_server(
     kv_given = {"kv_cache_memory_bytes", "gpu_memory_utilization"} & given.keys()
     if cpu and not kv_given and not environment.get("VLLM_CPU_KVCACHE_SPACE"):
         ours += ["--kv-cache-memory-bytes", str(cpu_kv_cache_bytes(available_bytes))]
+    if cpu and THREADS_VARIABLE not in environment and not _SEVERAL_WORKERS & given.keys():
+        variables.update(cpu_threads(cores))
     ours += ["--middleware", MIDDLEWARE]
     ours += _otlp_arguments(given, options.otlp, environment, variables)
     _plan_tenants(given, options.tenant_from, environment, variables)

@@ -48,6 +48,7 @@ def plan(vllm_serve):
         environment: Mapping[str, str] | None = None,
         cpu: bool = True,
         fast_bfloat16: bool = True,
+        cores: frozenset[int] = frozenset(),
         options: ServeOptions | None = None,
     ):
         made: ServePlan = plan_server(
@@ -59,6 +60,7 @@ def plan(vllm_serve):
             environment=environment or {},
             available_bytes=8 * GIB,
             fast_bfloat16=fast_bfloat16,
+            cores=cores,
         )
         return made, vllm_serve.parse(made.arguments)
 
@@ -125,6 +127,28 @@ def test_a_processor_without_bfloat16_computes_the_embedded_model_in_float32(
     plan, arguments: tuple[str, ...], cpu: bool, fast: bool, dtype: str
 ):
     assert plan(*arguments, cpu=cpu, fast_bfloat16=fast)[1].dtype == dtype
+
+
+THREADS = "VLLM_CPU_OMP_THREADS_BIND"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cores", "cpu", "given", "threads"),
+    [
+        ((), 2, True, {}, "0,1"),
+        ((), 4, True, {}, "0,1,2,3"),
+        ((), 5, True, {}, None),
+        ((), 1, True, {}, None),
+        ((), 2, False, {}, None),
+        ((), 2, True, {THREADS: "1"}, None),
+        (("--tensor-parallel-size", "2"), 2, True, {}, None),
+    ],
+)
+def test_every_core_of_a_small_machine_computes(
+    plan, arguments: tuple[str, ...], cores: int, cpu: bool, given: dict[str, str], threads: str | None
+):
+    made, _ = plan(*arguments, cores=frozenset(range(cores)), cpu=cpu, environment=given, options=PLAIN)
+    assert made.environment.get(THREADS) == threads
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def encode_hint(hint: Hint) -> str:
     Raises:
         HintError: the result is larger than `MAX_HINT_BYTES` bytes.
     """
-    text = hint.model_dump_json(exclude_defaults=True, exclude_none=True)
+    text = hint.model_dump_json(exclude_defaults=True)
     if '"v":' not in text:
         text = f'{{"v":{hint.v}' + ("," + text[1:] if len(text) > 2 else "}")
     size = len(text.encode())

@@ -43,6 +43,12 @@ def test_every_folder_with_modules_is_a_package():
             assert (path.parent / "__init__.py").is_file(), path
 
 
+def test_every_direct_dependency_is_listed_with_its_licence():
+    check = [sys.executable, str(ROOT / "scripts" / "dependencies.py"), "--check"]
+    done = subprocess.run(check, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy: setuptools leaves a `build` folder behind, and takes stale files out of one."""

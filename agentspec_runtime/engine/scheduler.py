@@ -28,11 +28,12 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from agentspec_runtime.budget import CostCurve, FixedBudget, GoodputBudget, StepCost
-from agentspec_runtime.drafting import Drafter, DraftingConfig, DraftScope, TokenTable
+from agentspec_runtime.drafting import Drafter, DraftingConfig, TokenTable
 from agentspec_runtime.engine.config import ADDITIONAL_CONFIG_KEY, EngineConfig
 from agentspec_runtime.engine.guard import Guard
 from agentspec_runtime.engine.speculation import Speculation
 from agentspec_runtime.engine.token_table import build_token_table
+from agentspec_runtime.engine.warm_up import warm_up
 from agentspec_runtime.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -188,7 +189,7 @@ def _build_speculation(
         ),
         vocabulary,
     )
-    _warm_up(drafter)
+    warm_up(drafter)
     if config.budget == "fixed":
         budget: FixedBudget | GoodputBudget = FixedBudget(config.min_survival)
     else:
@@ -241,18 +242,3 @@ def _read_curve(path: str | None) -> CostCurve | None:
             f"cost_curve {path!r} cannot be used ({error}): write one with `agentspec bench calibrate`"
         ) from error
     return CostCurve(coefficients=(base, per_token, per_attended, per_request))
-
-
-def _warm_up(drafter: Drafter) -> None:
-    """Compile (or load from numba's cache) every kernel before the first request, not in its step."""
-    scope = DraftScope(namespace="warm-up", session="warm-up")
-    tokens = [1, 2, 3, 4, 5, 6, 7, 8] * 8
-    for round_number in range(2):
-        name = f"warm-up-{round_number}"
-        drafter.start(name, tokens, scope=scope)
-        while drafter.work():
-            pass
-        drafter.draft_batch([name], [4], 0.01)
-        drafter.observe_batch([name], [[1, 2]])
-        drafter.finish(name)
-    drafter.forget("warm-up")

@@ -161,10 +161,11 @@ class ScriptedEngine:
         max_tokens: int = 10_000,
         cache_salt: str | None = None,
         adapter: str | None = None,
+        extra: Mapping[str, Any] | None = None,
         **sampling: Any,
     ) -> Request:
-        """A request that will be answered with `answer` and then the end token."""
-        extra = {}
+        """A request that will be answered with `answer` and then the end token. `extra`: `extra_args`."""
+        extra = dict(extra or {})
         if hint is not None:
             extra[XARGS_KEY] = hint if isinstance(hint, str) else encode_hint(hint)
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, extra_args=extra or None, **sampling)

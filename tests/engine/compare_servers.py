@@ -1,0 +1,92 @@
+"""By hand: the request mix on a plain server and on ours, in a precision that has near ties.
+
+    python tests/engine/compare_servers.py PLAIN_URL OURS_URL [--at-once 4] [--rounds 3]
+
+URLs end in /v1. The plain server answers everything one at a time (the reference), then `--at-once` at a
+time: how far it differs from itself is the measure for ours. Each differing answer is printed with the place
+and the gap, in nats, between the two tokens there, and between the two most likely ones, by the plain
+server's own log probabilities. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from conversation import Answer, ask, ask_all, post
+from request_mix import greedy_requests
+
+MODEL = "SmolLM2-135M-Instruct"
+
+
+def first_difference(a: list[int], b: list[int]) -> int | None:
+    """Place of the first differing token; None when one is the beginning of the other."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+
+
+def gap_at(url: str, body: Mapping[str, Any], at: int, a: int, b: int) -> tuple[float, float] | None:
+    """Gap between tokens a and b, and between the server's two most likely ones, at that place."""
+    more = {"logprobs": True, "top_logprobs": 5} if "messages" in body else {"logprobs": 5}
+    with post(url, {**body, **more, "return_tokens_as_token_ids": True}) as response:
+        found = json.load(response)["choices"][0]["logprobs"]
+    if "messages" in body:
+        places = [{e["token"]: e["logprob"] for e in entry["top_logprobs"]} for entry in found["content"]]
+    else:
+        places = found["top_logprobs"]
+    if at >= len(places):
+        return None
+    values = [places[at].get(f"token_id:{token}") for token in (a, b)]
+    best, second = sorted(places[at].values(), reverse=True)[:2]
+    return None if None in values else (abs(values[0] - values[1]), best - second)
+
+
+def compare(
+    url: str,
+    bodies: Mapping[str, Any],
+    reference: Mapping[str, Answer],
+    answers: Mapping[str, Answer],
+    label: str,
+) -> list[float | None]:
+    """Gaps behind differing answers; None for one that no gap explains."""
+    gaps: list[float | None] = []
+    for name, answer in answers.items():
+        want, got = reference[name].choices[0].token_ids, answer.choices[0].token_ids
+        if want == got:
+            continue
+        at = first_difference(want, got)
+        found = None if at is None else gap_at(url, bodies[name], at, want[at], got[at])
+        gaps.append(found[0] if found else None)
+        print(f"{label}: {name!r} differs at token {at} of {len(want)}, gaps {found}")
+    return gaps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("plain")
+    parser.add_argument("ours")
+    parser.add_argument("--at-once", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    bodies = greedy_requests(MODEL)
+    reference = ask_all(options.plain, bodies, at_once=1)
+    account: dict[str, object] = {"requests": len(bodies)}
+    runs = [("plain again, at once", options.plain, options.at_once)]
+    runs += [("ours, one at a time", options.ours, 1)]
+    runs += [(f"ours, at once, round {i}", options.ours, options.at_once) for i in range(options.rounds)]
+    for label, url, at_once in runs:
+        answers = ask_all(url, bodies, at_once=at_once)
+        assert all(answer.status == 200 for answer in answers.values())
+        gaps = compare(options.plain, bodies, reference, answers, label)
+        accepted = sum((a.speculative or {}).get("num_accepted_draft_tokens", 0) for a in answers.values())
+        account[label] = {"differing": len(gaps), "gaps": gaps, "accepted": accepted}
+    account["tokens"] = sum(answer.completion_tokens for answer in reference.values())
+    assert ask(options.ours, bodies["copy"]).status == 200
+    print(json.dumps(account))
+
+
+if __name__ == "__main__":
+    main()

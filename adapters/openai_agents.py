@@ -22,7 +22,7 @@ from uuid import uuid4
 
 from agentspec_runtime.client.context import CallContext, Session, clean_name, named_session
 from agentspec_runtime.client.instrument import instrument as _instrument_sdk
-from agentspec_runtime.client.scope import Scope, agent_boundary
+from agentspec_runtime.client.scope import Pieces, Scope, agent_boundary
 from agentspec_runtime.errors import MissingDependencyError
 
 try:
@@ -56,7 +56,8 @@ class _Runner(AgentRunner):
 
     async def run(self, starting_agent: Any, input: Any, **kwargs: Any) -> Any:  # noqa: A002 - the SDK's name
         """Run to the end."""
-        follower, scope = _prepare(starting_agent, kwargs)
+        follower, derive = _prepare(starting_agent, kwargs)
+        scope = Scope(derive, agent_boundary)
         scope.enter()
         try:
             result = await super().run(starting_agent, input, **{**kwargs, "hooks": follower})
@@ -67,18 +68,26 @@ class _Runner(AgentRunner):
         return result
 
     def run_streamed(self, starting_agent: Any, input: Any, **kwargs: Any) -> Any:  # noqa: A002 - the SDK's name
-        """Start a run in a task of its own, which takes the context of this place with it."""
-        follower, scope = _prepare(starting_agent, kwargs, boundary=False)
-        scope.enter()
+        """Start a run in a task of its own, which takes this context along; the run ends with the task."""
+        follower, derive = _prepare(starting_agent, kwargs)
+        run = Pieces(derive, agent_boundary)
         try:
-            return super().run_streamed(starting_agent, input, **{**kwargs, "hooks": follower})
-        finally:
-            scope.leave()
+            with run.piece():
+                result = super().run_streamed(starting_agent, input, **{**kwargs, "hooks": follower})
+        except BaseException as failed:
+            run.end(failed)
+            raise
+        task = getattr(result, "run_loop_task", None)
+        if task is None:
+            run.end(None)
+        else:
+            task.add_done_callback(lambda done: run.end(None if done.cancelled() else done.exception()))
+        return result
 
 
 def _prepare(
-    starting_agent: Any, kwargs: dict[str, Any], *, boundary: bool = True
-) -> tuple[_Follower, Scope]:
+    starting_agent: Any, kwargs: dict[str, Any]
+) -> tuple[_Follower, Callable[[CallContext], CallContext]]:
     first = clean_name(getattr(starting_agent, "name", None))
     follower = _Follower(kwargs.get("hooks"), first)
     named = _session_name(kwargs)
@@ -88,7 +97,7 @@ def _prepare(
         context = outer.refined().under(first)
         return replace(context, session=session, refine=follower.refine)
 
-    return follower, Scope(derive, agent_boundary if boundary and first is not None else None)
+    return follower, derive
 
 
 def _session_name(kwargs: dict[str, Any]) -> str | None:

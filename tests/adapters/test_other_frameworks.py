@@ -33,18 +33,22 @@ class Boundaries:
 
     def __init__(self) -> None:
         self.seen: list[BoundaryStart] = []
+        self.errors: list[BaseException | None] = []
+        """How agents ended."""
         self.open = 0
 
     def start(self, boundary: BoundaryStart) -> object:
         self.seen.append(boundary)
         self.open += 1
-        return self
+        return boundary
 
     def active(self, token: object) -> AbstractContextManager[None]:
         return nullcontext()
 
     def finish(self, token: object, error: BaseException | None) -> None:
         self.open -= 1
+        if isinstance(token, BoundaryStart) and token.kind == "agent":
+            self.errors.append(error)
 
     def of(self, kind: str) -> list[tuple[str, str | None]]:
         return [(start.name, start.call_id) for start in self.seen if start.kind == kind]
@@ -127,8 +131,8 @@ def agents_sdk() -> Iterator[Any]:
     undo()
 
 
-def agents_model(sdk: Any, server: MockVLLM) -> Any:
-    client = openai.AsyncOpenAI(base_url=server.url, api_key="x")
+def agents_model(sdk: Any, server: MockVLLM, **options: Any) -> Any:
+    client = openai.AsyncOpenAI(base_url=server.url, api_key="x", **options)
     return sdk.OpenAIChatCompletionsModel(model="m", openai_client=client)
 
 
@@ -154,7 +158,42 @@ async def test_openai_agents_turns_and_tools(streamed: bool, agents_sdk: Any, bo
         assert len({hint.session for hint in hints(server)}) == 1
     assert [call.accepted for call in calls] == [2, 2]
     assert boundaries.of("tool") == [("add", None)]
-    assert boundaries.of("agent") == ([] if streamed else [("adder", None)])
+    assert boundaries.of("agent") == [("adder", None)]
+
+
+async def test_openai_agents_a_streamed_run_ends_with_its_task(
+    agents_sdk: Any, boundaries: Boundaries
+) -> None:
+    """An error in the run, a cancelled run, one that nobody reads: the agent ends, once, and says how."""
+    script = [Reply(status=500), *ADD, *ADD]
+    with MockVLLM(script) as server:
+        tool = agents_sdk.function_tool(add)
+        agent = agents_sdk.Agent(
+            name="adder", model=agents_model(agents_sdk, server, max_retries=0), tools=[tool]
+        )
+        failing = agents_sdk.Runner.run_streamed(agent, "hi")
+        assert current().session is None, "the caller's context is as before"
+        with pytest.raises(openai.InternalServerError):
+            [event async for event in failing.stream_events()]
+        cancelled = agents_sdk.Runner.run_streamed(agent, "hi")
+        async for _ in cancelled.stream_events():
+            cancelled.cancel()
+        unread = agents_sdk.Runner.run_streamed(agent, "hi")
+        await unread.run_loop_task
+    assert [type(error) for error in boundaries.errors] == [
+        openai.InternalServerError,
+        type(None),
+        type(None),
+    ]
+
+
+async def test_openai_agents_a_run_that_cannot_start_leaves_nothing(
+    agents_sdk: Any, boundaries: Boundaries
+) -> None:
+    agent = agents_sdk.Agent(name="adder")
+    with pytest.raises(TypeError):
+        agents_sdk.Runner.run_streamed(agent, "hi", hooks=agents_sdk.RunHooks(), run_config=object())
+    assert current().session is None
 
 
 async def test_openai_agents_hand_over(agents_sdk: Any) -> None:
@@ -283,7 +322,8 @@ def test_dspy_modules_and_tools(boundaries: Boundaries, monkeypatch: pytest.Monk
 # smolagents: no adapter, a session block is enough --------------------------------------------------------
 
 
-def test_smolagents_inside_a_session() -> None:
+def test_smolagents_inside_a_session(boundaries: Boundaries) -> None:
+    """With `session` and `@tool`: session, agent, turns and tools are marked; call ids are not known."""
     smolagents = pytest.importorskip("smolagents")
 
     class Add(smolagents.Tool):  # type: ignore[misc]  # loaded at run time
@@ -307,5 +347,28 @@ def test_smolagents_inside_a_session() -> None:
         with agentspec_runtime.session("small", agent="adder"):
             assert agent.run("1+2?") == "three"
         assert agents(server) == [("adder", None)] * 2
-        assert {hint.session for hint in hints(server)} == {"small"}
+        assert [(hint.session, hint.turn) for hint in hints(server)] == [("small", 0), ("small", 1)]
+        assert [mark.kind for mark in hints(server)[1].marks] == ["tool_result"], "written as user text"
     assert [call.accepted for call in calls] == [2, 2]
+    assert boundaries.of("agent") == [("adder", None)]
+    assert boundaries.of("tool") == [("add", None)]
+
+
+def test_smolagents_managed_agents_are_not_told_apart() -> None:
+    """A session block around the run marks one agent: its managed agents' calls go under its name."""
+    smolagents = pytest.importorskip("smolagents")
+    script = [
+        Reply(tool_calls=[ToolCall("helper", {"task": "x"}, "c1")]),
+        Reply(tool_calls=[ToolCall("final_answer", {"answer": "inner"}, "c2")]),
+        Reply(tool_calls=[ToolCall("final_answer", {"answer": "outer"}, "c3")]),
+    ]
+    agentspec_runtime.instrument()
+    with MockVLLM(script) as server:
+        model = smolagents.OpenAIModel(model_id="m", api_base=server.url, api_key="x")
+        helper = smolagents.ToolCallingAgent(
+            tools=[], model=model, name="helper", description="helps", verbosity_level=0
+        )
+        lead = smolagents.ToolCallingAgent(tools=[], model=model, managed_agents=[helper], verbosity_level=0)
+        with agentspec_runtime.session("small", agent="lead"):
+            assert lead.run("go") == "outer"
+        assert agents(server) == [("lead", None)] * 3

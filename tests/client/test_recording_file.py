@@ -205,6 +205,56 @@ def test_no_secret_is_in_any_byte_of_the_file_and_the_request_is_unchanged(tmp_p
     assert '"keep": "THAT"' in content
 
 
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "login",
+        "description": f"Log in with {SECRETS['openai']}; password='{SECRETS['json']}'.",
+        "parameters": {
+            "type": "object",
+            "required": ["password"],
+            "properties": {
+                "user": {"type": "string", "default": "guest", "examples": [SECRETS["github"]]},
+                "password": {
+                    "type": "string",
+                    "title": "Password",
+                    "description": "The password of the user.",
+                    "default": SECRETS["shell"],
+                    "enum": [SECRETS["shell"], "hunter2-too"],
+                    "maxLength": 64,
+                },
+                "headers": {"type": "object", "default": {"x_api_key": SECRETS["url"]}},
+            },
+        },
+    },
+}
+
+
+def test_secrets_in_tool_schemas_are_replaced_and_the_schema_stays(tmp_path: Path) -> None:
+    """In descriptions by rule; defaults and examples of a property that is named like a secret, whole."""
+    path = tmp_path / "runs.jsonl"
+    with MockVLLM() as server, agentspec_runtime.record(path, redact=lambda text: text.replace("guest", "X")):
+        chat(
+            openai.OpenAI(base_url=server.url, api_key="x"), [{"role": "user", "content": "u"}], tools=[TOOL]
+        )
+        assert server.requests[0].body["tools"] == [TOOL]
+    data = path.read_text()
+    assert not [name for name, secret in SECRETS.items() if secret in data]
+    assert "hunter2" not in data
+    (tool,) = only(path).tools
+    function: Any = tool["function"]
+    properties = function["parameters"]["properties"]
+    assert (tool["type"], function["name"]) == ("function", "login")
+    assert function["parameters"]["required"] == ["password"]
+    assert properties["user"]["default"] == "X"
+    password = properties["password"]
+    assert password["default"] == password["enum"][0] != password["enum"][1]
+    assert {key: password[key] for key in ("type", "title", "description", "maxLength")} == {
+        key: TOOL["function"]["parameters"]["properties"]["password"][key]
+        for key in ("type", "title", "description", "maxLength")
+    }
+
+
 def test_equal_secrets_have_equal_stand_ins_and_others_have_others() -> None:
     redactor = Redactor()
     one, two, three = (redactor.clean(f"sk-{letter * 20}") for letter in "aab")

@@ -183,8 +183,34 @@ def test_every_step_of_a_long_answer_is_kept() -> None:
         "speculative_decoding": {**spec, "per_step_accepted": steps, "per_step_drafted": [2] * 2_000}
     }
     received = Received()
-    received.absorb({"choices": [], "usage": {"completion_tokens": 4_000}, "metrics": spec_metrics})
-    assert received.num_steps == 2_000 == len(received.per_step_accepted or ())
+    received.absorb({"choices": [], "usage": {"completion_tokens": 4_001}, "metrics": spec_metrics})
+    assert received.num_steps == 2_001
+    assert len(received.per_step_accepted or ()) == 2_000
+
+
+@pytest.mark.parametrize(
+    ("tokens", "accepted", "steps"),
+    [
+        (10, (3, 2), 5),  # 1 + 4 + 3 tokens of three steps, and two steps without a draft
+        (8, (3, 2), 3),  # no step without a draft but the first
+        (7, (3, 2), 3),  # the end was the last accepted token: the step gave no token of its own
+        (6, (3, 2), 3),  # it was the one before: vLLM counted an accepted token behind it
+        (10, (), 10),
+    ],
+)
+def test_steps_are_counted_right_where_a_draft_held_the_end(
+    tokens: int, accepted: tuple[int, ...], steps: int
+) -> None:
+    """vLLM counts acceptance before it looks for the end, also with drafters that draft ends."""
+    spec = {
+        "num_spec_steps": len(accepted),
+        "num_accepted_draft_tokens": sum(accepted),
+        "num_draft_tokens": 4 * len(accepted),
+    }
+    received = Received()
+    body = {"usage": {"completion_tokens": tokens}, "metrics": {"speculative_decoding": spec}}
+    received.absorb({"id": "x", "choices": [], **body})
+    assert received.num_steps == steps
 
 
 def test_a_body_is_handed_over_whole_and_unchanged() -> None:

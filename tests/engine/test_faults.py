@@ -61,6 +61,8 @@ PLACES: dict[str, Callable[[ScriptedEngine], tuple[object, str]]] = {
     "drafter observes": lambda e: (e.scheduler._speculation._drafter, "observe_batch"),
     "drafter works": lambda e: (e.scheduler._speculation._drafter, "work"),
     "drafter finishes": lambda e: (e.scheduler._speculation._drafter, "finish"),
+    "blocks begin": lambda e: (e.scheduler._speculation._tracker, "start"),
+    "blocks are followed": lambda e: (e.scheduler._speculation._tracker, "advance"),
     "text is kept": lambda e: (e.scheduler._speculation._drafter.memory, "append"),
     "budget prices": lambda e: (e.scheduler._speculation._budget, "prices"),
     "budget chooses": lambda e: (e.scheduler._speculation._budget, "choose"),

@@ -175,9 +175,27 @@ def test_times_and_load_of_a_block() -> None:
     assert (block.start_s, block.end_s) == (9.0, 29.0)
     assert block.mean_batch == pytest.approx(9.5)
     assert block.mean_budget == pytest.approx(19.0)
-    assert block.step_s_p50 == pytest.approx(10.5)
-    assert block.step_s_p95 == pytest.approx(19.05)
+    # Of the steps that took 2 to 20 s: the first one carried the prompt.
+    assert block.step_s_p50 == pytest.approx(11.0)
+    assert block.step_s_p95 == pytest.approx(19.1)
     assert report.first_token_s == 10.0
+
+
+def test_the_step_of_the_prompt_is_no_step_time_of_a_block() -> None:
+    """A prefill of ten seconds, two steps of 50 ms, and a second block: only steps that decoded count."""
+    ledger = RequestLedger(hint=None, num_prompt_tokens=1, arrival_s=0.0)
+    story = ((10.0, BlockSpan(0, TEXT, 1)), (0.05, BlockSpan(0, TEXT, 1)), (0.05, BlockSpan(1, CODE, 1)))
+    for number, (duration_s, span) in enumerate(story):
+        step = StepContext(end_s=20.0 + number, duration_s=duration_s, batch=1, budget=0)
+        ledger.add_step([span], [], 0, 0, step, VerdictCounts())
+    report = ledger.report(
+        req_id="r", trace_headers=None, session=None, end_s=30.0, num_cached_tokens=0, num_preemptions=0,
+        finish_reason="stop", model="m",
+    )  # fmt: skip
+    assert [block.step_s_p95 for block in report.blocks] == [0.05, 0.05]
+    assert [block.num_steps for block in report.blocks] == [2, 1]
+    (alone,) = account([Step(spans=(BlockSpan(0, TEXT, 1),), sources=(), accepted=0, discarded=0)])[0].blocks
+    assert alone.step_s_p50 == alone.step_s_p95 == 0.0, "none is left: not reported"
 
 
 def test_an_answer_with_thousands_of_blocks_keeps_its_sums() -> None:

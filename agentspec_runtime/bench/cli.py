@@ -15,6 +15,8 @@ import typer
 from agentspec_runtime.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from agentspec_runtime.bench.costs import GoodputRow, StepTime
     from agentspec_runtime.bench.simulate import Plan, WorkloadResult
     from agentspec_runtime.engine.args import JsonValue
@@ -30,6 +32,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+_FILE_COLUMNS: Final = 150
 _ALL_METHODS: Final = "ngram,suffix,agentspec,oracle"
 _ALL_REPLAYED: Final = "plain,plain-sync,ngram,suffix,agentspec,agentspec-nohints,agentspec-nobudget"
 
@@ -98,7 +101,6 @@ def simulate(
     out: Annotated[Path | None, typer.Option(dir_okay=False, help="Write all figures as JSON.")] = None,
 ) -> None:
     """Acceptance, waste and the theoretical limit of every drafter on recordings, without an engine."""
-    from rich.console import Console
     from rich.progress import Progress as Bar
 
     from agentspec_runtime.bench import tables
@@ -106,7 +108,7 @@ def simulate(
     from agentspec_runtime.bench.simulate import Plan
     from agentspec_runtime.bench.simulate import simulate as run
 
-    console = Console()
+    console = _console()
     costs = [_cost(name) for name in cost or ()]
     plan = Plan(
         files=(*traces, *(more_traces or ())),
@@ -183,14 +185,12 @@ def replay(
     ] = None,
 ) -> None:
     """Replay recordings through the real engine, every method with the same forced output."""
-    from rich.console import Console
-
     from agentspec_runtime.bench import tables
     from agentspec_runtime.bench.methods import split_methods
     from agentspec_runtime.bench.progress import shown_progress
     from agentspec_runtime.bench.replay import ReplayPlan, replay_together
 
-    console = Console()
+    console = _console()
     plan = ReplayPlan(
         files=(*traces, *(more_traces or ())),
         model=model or _embedded_model(console.print),
@@ -234,14 +234,12 @@ def calibrate(
     engine_arg: Annotated[list[str] | None, typer.Option(help="name=value for the engine.")] = None,
 ) -> None:
     """Measure how long a decode step takes here, by the number of tokens in it."""
-    from rich.console import Console
-
     from agentspec_runtime.bench.calibrate import CalibrationPlan
     from agentspec_runtime.bench.calibrate import calibrate as run
     from agentspec_runtime.bench.chat_tokens import load_vocabulary
     from agentspec_runtime.bench.costs import save_curve
 
-    console = Console()
+    console = _console()
     chosen = model or _embedded_model(console.print)
     curve = run(
         CalibrationPlan(
@@ -284,8 +282,6 @@ def live(
     ] = None,
 ) -> None:
     """Real agents at your concurrency: success by executed tests, and cost per solved task."""
-    from rich.console import Console
-
     from agentspec_runtime.bench import tables
     from agentspec_runtime.bench.live import LivePlan, load_tasks
     from agentspec_runtime.bench.live import live as run
@@ -293,7 +289,7 @@ def live(
     from agentspec_runtime.demo.tasks import FUNCTION_TASKS
     from agentspec_runtime.embedded import EMBEDDED_MODEL_NAME
 
-    console = Console()
+    console = _console()
     plan = LivePlan(
         out=out,
         served=model or EMBEDDED_MODEL_NAME,
@@ -391,6 +387,14 @@ def _engine_arguments(
         except json.JSONDecodeError:
             engine[name.strip().replace("-", "_")] = value
     return engine
+
+
+def _console() -> Console:
+    """In a file or a pipe, lines as wide as the tables need; rich would take 80 columns."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=_FILE_COLUMNS)
 
 
 def _embedded_model(progress: Callable[[str], None]) -> str:

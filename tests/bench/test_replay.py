@@ -51,7 +51,7 @@ def plan(tmp_path: Path, **changes: object) -> ReplayPlan:
 @pytest.mark.slow
 def test_every_method_emits_the_recording_and_counts_the_same_tokens(tmp_path: Path) -> None:
     model = str(prepare_embedded_model(lambda _text: None))
-    methods = ("plain", "suffix", "agentspec")
+    methods = ("plain", "agentspec")  # an engine each, half a minute
     rows = replay(plan(tmp_path, model=model, methods=methods))
     assert [(row.method, row.concurrency) for row in rows] == [(m, c) for m in methods for c in (1, 3)]
     assert {row.mismatched for row in rows} == {0}
@@ -62,11 +62,10 @@ def test_every_method_emits_the_recording_and_counts_the_same_tokens(tmp_path: P
         _check_sums(row, tmp_path / "out")
     assert found["plain", 1].tokens_per_step == 1.0
     assert found["plain", 3].batch_histogram.get("3", 0) > 10
-    for method in ("suffix", "agentspec"):
-        assert found[method, 1].tokens_per_step > 2.0
-        assert found[method, 1].draft_ms_per_step > 0
-        assert found[method, 1].accepted > 0.5 * found[method, 1].out_tokens
     ours = found["agentspec", 1]
+    assert ours.tokens_per_step > 2.0
+    assert ours.draft_ms_per_step > 0
+    assert ours.accepted > 0.5 * ours.out_tokens
     for counts in (ours.by_block, ours.by_source):
         assert sum(count.drafted for count in counts.values()) == ours.drafted
         assert sum(count.accepted for count in counts.values()) == ours.accepted

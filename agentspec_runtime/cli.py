@@ -88,13 +88,12 @@ MemoryOption = Annotated[
     typer.Option("--memory-mb", min=8, help="Bound on draft memory, in MiB.", rich_help_panel=_ENGINE),
 ]
 CostCurveOption = Annotated[
-    Path | None,
+    str,
     typer.Option(
         "--cost-curve",
-        exists=True,
-        dir_okay=False,
-        resolve_path=True,
-        help="Step times to start from; without it they are learned from the first steps.",
+        metavar="auto|none|FILE",
+        help="Step times to start from: what was learned here last time, nothing, or a file of "
+        "'agentspec bench calibrate'. They are learned on in any case.",
         rich_help_panel=_ENGINE,
     ),
 ]
@@ -114,7 +113,7 @@ def serve(
     budget: BudgetOption = Budget.AUTO,
     scope: ScopeOption = Scope.CORPUS,
     memory_mb: MemoryOption = 512,
-    cost_curve: CostCurveOption = None,
+    cost_curve: CostCurveOption = "auto",
     no_hints: NoHintsOption = False,
     tenant_from: Annotated[
         str | None,
@@ -164,7 +163,7 @@ def engine_args_command(
     budget: BudgetOption = Budget.AUTO,
     scope: ScopeOption = Scope.CORPUS,
     memory_mb: MemoryOption = 512,
-    cost_curve: CostCurveOption = None,
+    cost_curve: CostCurveOption = "auto",
     no_hints: NoHintsOption = False,
 ) -> None:
     """Print the vLLM arguments that turn our scheduler on.
@@ -290,7 +289,7 @@ def _engine_config(
     budget: Budget,
     scope: Scope,
     memory_mb: int,
-    cost_curve: Path | None,
+    cost_curve: str,
     no_hints: bool,
 ) -> EngineConfig:
     from agentspec_runtime.engine.config import EngineConfig
@@ -300,9 +299,18 @@ def _engine_config(
         budget=budget.value,
         scope=scope.value,
         memory_mb=memory_mb,
-        cost_curve=str(cost_curve) if cost_curve else None,
+        cost_curve=_curve(cost_curve),
         hints=not no_hints,
     )
+
+
+def _curve(chosen: str) -> str | None:
+    if chosen in ("auto", "none"):
+        return None if chosen == "none" else chosen
+    path = Path(chosen).expanduser().absolute()
+    if not path.is_file():
+        raise ConfigurationError(f"--cost-curve {chosen}: no such file; expected auto, none or a file")
+    return str(path)
 
 
 def _otlp(endpoint: str | None, arguments: Sequence[str]) -> tuple[str, str] | None:

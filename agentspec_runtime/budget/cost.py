@@ -68,12 +68,14 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostCurve:
-    """A measured curve to start from, as `agentspec bench calibrate` writes it.
+    """A curve to start from: measured by `agentspec bench calibrate`, or learned earlier.
 
-    `coefficients`: base, per token, per 1,000 attended tokens, per request; seconds.
+    `coefficients`: base, per token, per 1,000 attended tokens, per request; seconds. `bends`: what a token
+    costs more from each bend on, in the order of the bends; missing ones are zero.
     """
 
     coefficients: tuple[float, float, float, float]
+    bends: tuple[float, ...] = ()
 
 
 class StepCost:
@@ -85,6 +87,8 @@ class StepCost:
             guess[[_BASE, _TOKEN]] = _FIRST_BASE, _FIRST_BASE * _FIRST_SLOPE
         else:
             guess[[_BASE, _TOKEN, _ATTENDED, _REQUEST]] = np.maximum(start.coefficients, 0.0)
+            bends = np.maximum(start.bends[: len(_BENDS)], 0.0)
+            guess[_TOKEN + 1 : _TOKEN + 1 + bends.size] = bends
         self._guess = guess
         self._theta = guess.copy()
         self._information: _FloatArray = np.zeros((_NUM, _NUM))
@@ -97,6 +101,16 @@ class StepCost:
     def predict(self, shape: StepShape) -> float:
         """Expected seconds of a step."""
         return max(float(_features(shape) @ self._theta), _FLOOR)
+
+    def curve(self) -> CostCurve:
+        """What has been learned, to start from another time."""
+        base, per_token, per_attended, per_request = self._theta[
+            [_BASE, _TOKEN, _ATTENDED, _REQUEST]
+        ].tolist()
+        return CostCurve(
+            coefficients=(base, per_token, per_attended, per_request),
+            bends=tuple(self._theta[_TOKEN + 1 :].tolist()),
+        )
 
     def slope(self, shape: StepShape) -> tuple[float, float]:
         """Seconds that one more token costs at this shape: per token, and per attended token."""

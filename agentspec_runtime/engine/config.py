@@ -27,7 +27,8 @@ class EngineConfig(BaseModel):
         scope: the widest text that drafts may come from; a hint narrows it.
         memory_mb: bound on draft memory over all tenants, in MiB.
         cost_curve: file with a step-time curve of this model and machine to start from (`agentspec
-            bench calibrate` writes it); None learns from the first steps.
+            bench calibrate` writes it); "auto" starts from what was learned here last time, and keeps
+            what is learned; None learns from the first steps.
         assist: how drafts of a worker-side method are used beside ours.
         telemetry: emit records to Prometheus and, where an OTLP endpoint is set, spans.
     """

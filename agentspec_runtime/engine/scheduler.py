@@ -15,8 +15,6 @@ Written for vLLM 0.32 (vllm/v1/core/sched/scheduler.py, vllm/v1/engine/core.py `
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain, islice
@@ -27,9 +25,10 @@ from vllm.config import VllmConfig
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from agentspec_runtime.budget import CostCurve, FixedBudget, GoodputBudget, StepCost
+from agentspec_runtime.budget import FixedBudget, GoodputBudget, StepCost
 from agentspec_runtime.drafting import Drafter, DraftingConfig, TokenTable
 from agentspec_runtime.engine.config import ADDITIONAL_CONFIG_KEY, EngineConfig
+from agentspec_runtime.engine.curves import AUTO, CurveFile, curve_of, read_curve
 from agentspec_runtime.engine.guard import Guard
 from agentspec_runtime.engine.speculation import Speculation
 from agentspec_runtime.engine.token_table import build_token_table
@@ -58,8 +57,10 @@ class AgentSpecScheduler(Scheduler):
         super().__init__(vllm_config, *args, **kwargs)
         self._guard = Guard("requests go on without drafts")
         config = EngineConfig.model_validate(vllm_config.additional_config.get(ADDITIONAL_CONFIG_KEY) or {})
+        self._curve = curve_of(vllm_config) if config.cost_curve == AUTO else None
+        self._budget = _build_budget(config, self._curve)
         self._speculation: Speculation = _build_speculation(
-            config, vllm_config, self, self._guard, self.make_observer(config, vllm_config)
+            config, vllm_config, self, self._budget, self.make_observer(config, vllm_config)
         )
 
     def make_observer(self, config: EngineConfig, vllm_config: VllmConfig) -> Observer | None:  # noqa: ARG002
@@ -123,6 +124,8 @@ class AgentSpecScheduler(Scheduler):
     def shutdown(self) -> None:
         """See `Scheduler.shutdown`."""
         self._guard("close", self._speculation.close)
+        if (curve := self._curve) is not None:
+            self._guard("curve", lambda: curve.keep(self._budget.cost))
         super().shutdown()
 
     # Ours
@@ -171,11 +174,19 @@ def _check_config(vllm_config: VllmConfig) -> None:
         )
 
 
+def _build_budget(config: EngineConfig, kept: CurveFile | None) -> FixedBudget | GoodputBudget:
+    if config.budget == "fixed":
+        return FixedBudget(config.min_survival)
+    if kept is not None:
+        return GoodputBudget(StepCost(kept.load()))
+    return GoodputBudget(StepCost(read_curve(Path(config.cost_curve)) if config.cost_curve else None))
+
+
 def _build_speculation(
     config: EngineConfig,
     vllm_config: VllmConfig,
-    scheduler: Scheduler,
-    guard: Guard,
+    scheduler: AgentSpecScheduler,
+    budget: FixedBudget | GoodputBudget,
     observer: Observer | None,
 ) -> Speculation:
     model_config = vllm_config.model_config
@@ -190,16 +201,12 @@ def _build_speculation(
         vocabulary,
     )
     warm_up(drafter)
-    if config.budget == "fixed":
-        budget: FixedBudget | GoodputBudget = FixedBudget(config.min_survival)
-    else:
-        budget = GoodputBudget(StepCost(_read_curve(config.cost_curve)))
     hashing = vllm_config.cache_config.enable_prefix_caching
     return Speculation(
         config,
         drafter,
         budget,
-        guard=guard,
+        guard=scheduler._guard,  # noqa: SLF001 - one guard counts the errors of both
         max_model_len=scheduler.max_model_len,
         model=model_config.served_model_name or model_config.model,
         structured_output=scheduler.structured_output_manager,
@@ -227,18 +234,3 @@ def _build_observer(config: EngineConfig) -> Observer | None:
     from agentspec_runtime.telemetry.engine import build_engine_observer
 
     return build_engine_observer()
-
-
-def _read_curve(path: str | None) -> CostCurve | None:
-    if path is None:
-        return None
-    try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-        base, per_token, per_attended, per_request = (float(v) for v in data["coefficients"])
-        if not 0.0 < base + per_token < math.inf or min(per_token, per_attended, per_request, base) < 0.0:
-            raise ValueError("step times must be positive")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigurationError(
-            f"cost_curve {path!r} cannot be used ({error}): write one with `agentspec bench calibrate`"
-        ) from error
-    return CostCurve(coefficients=(base, per_token, per_attended, per_request))

@@ -60,7 +60,9 @@ def test_engine_args_prints_arguments_only_on_stdout():
 @pytest.mark.usefixtures("vllm_cpu")
 def test_engine_args_json_is_one_document():
     document = json.loads(runner.invoke(cli.app, ["engine-args", "--json", "--scope", "session"]).stdout)
-    assert document["kwargs"]["additional_config"] == {"agentspec": {"scope": "session"}}
+    assert document["kwargs"]["additional_config"] == {
+        "agentspec": {"scope": "session", "cost_curve": "auto"}
+    }
     assert document["kwargs"]["async_scheduling"] is False
     assert document["environment"] == {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 

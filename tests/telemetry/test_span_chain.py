@@ -63,8 +63,11 @@ def total(spans: list[SpanRecord], name: str) -> int:
     return sum(value for span in spans if isinstance(value := span.attributes.get(name, 0), int))
 
 
-def check_sums(spans: list[SpanRecord], completion_tokens: int, *, behind_end: int = 1) -> None:
-    """Tokens over blocks = usage; accepted + rejected = drafted, in total, per block and per source."""
+def check_sums(spans: list[SpanRecord], completion_tokens: int, *, behind_end: int = 0) -> None:
+    """Tokens over blocks = usage; accepted + rejected = drafted, in total, per block and per source.
+
+    `behind_end`: how many tokens the engine may have emitted behind the end of the answer.
+    """
     requests, blocks = named(spans, "agentspec.request"), named(spans, "agentspec.block")
     assert total(blocks, "agentspec.output_tokens") == completion_tokens
     assert total(requests, "agentspec.output_tokens") == completion_tokens
@@ -81,7 +84,7 @@ def check_sums(spans: list[SpanRecord], completion_tokens: int, *, behind_end: i
         per_step = request.attributes["agentspec.spec.per_step_accepted"]
         assert isinstance(per_step, list)
         assert sum(per_step) == total([request], "agentspec.spec.accepted_tokens")
-        # Each step emits what it accepted and one token more, but for steps that ended behind the answer.
+        # Each step emits what it accepted and one token more; no answer ends inside a draft.
         emitted = total([request], "agentspec.spec.steps") + sum(per_step)
         assert 0 <= emitted - total([request], "agentspec.output_tokens") <= behind_end
 
@@ -112,7 +115,7 @@ def test_agent_call_and_engine_are_one_tree(
 
 def assert_sides_agree(chat: SpanRecord, request: SpanRecord, call: CallReport) -> None:
     """What vLLM reports to the client is what our engine counted."""
-    for name in ("draft_tokens", "accepted_tokens", "rejected_tokens"):
+    for name in ("draft_tokens", "accepted_tokens", "rejected_tokens", "steps", "steps_saved"):
         assert chat.attributes[f"agentspec.spec.{name}"] == request.attributes[f"agentspec.spec.{name}"], name
     assert chat.attributes["gen_ai.usage.output_tokens"] == request.attributes["agentspec.output_tokens"]
     assert chat.attributes["agentspec.session"] == request.attributes["agentspec.session"] == call.session
@@ -126,7 +129,7 @@ def test_sums_are_exact_however_an_answer_ends(
     """A stop string inside an accepted draft, the token limit, the model's own end, and no drafting."""
     more: dict[str, Any] = {
         "stop": {"stop": ["lazy dog"], "max_tokens": 96},
-        "length": {"max_tokens": 37},
+        "length": {"max_tokens": 37, "extra_body": {"ignore_eos": True}},
         "eos": {"text": "Say hello.", "max_tokens": 128},
         "off": {},
     }[case]
@@ -134,11 +137,48 @@ def test_sums_are_exact_however_an_answer_ends(
         answer = ask(client, **more)
     spans = tree_of(engine_spans, tracing)
     # The API finds a stop string while the engine is already some steps further.
-    check_sums(spans, answer.usage.completion_tokens, behind_end=4 if case == "stop" else 1)
+    check_sums(spans, answer.usage.completion_tokens, behind_end=4 if case == "stop" else 0)
     (request,) = named(spans, "agentspec.request")
     assert request.attributes["agentspec.finish_reason"] == answer.choices[0].finish_reason
     if case == "off":
         assert request.attributes["agentspec.spec.draft_tokens"] == 0
+
+
+@pytest.mark.parametrize("case", ["eos", "length"])
+def test_both_sides_count_the_same_steps(
+    tracing: Tracing, client: openai.OpenAI, engine_spans: OtlpReceiver, case: str
+) -> None:
+    """Also where the second answer copies the first one to its very end, which is the end token."""
+    more: dict[str, Any] = {
+        "eos": {"text": "Say hello.", "max_tokens": 128},
+        "length": {"max_tokens": 37, "extra_body": {"ignore_eos": True}},
+    }[case]
+    with session(f"steps-{case}"), collect_calls() as calls:
+        for _ in range(2):
+            answer = ask(client, **more)
+            spans = tree_of(engine_spans, tracing)
+    assert answer.choices[0].finish_reason == {"eos": "stop", "length": "length"}[case]
+    (chat,), (request,) = named(spans, "chat"), named(spans, "agentspec.request")
+    assert_sides_agree(chat, request, calls[-1])
+    assert calls[-1].num_steps == request.attributes["agentspec.spec.steps"]
+
+
+def test_an_answer_has_the_same_blocks_without_drafting(
+    tracing: Tracing, client: openai.OpenAI, engine_spans: OtlpReceiver
+) -> None:
+    """Speculation off and on give the same text, and `agentspec trace compare` the same blocks."""
+    text = "Write a Python function add(a, b) in a ```python block, then say what it does."
+    found = []
+    for speculate in ("off", "auto", "auto"):
+        with session("compared", agent="coder", speculate=speculate):
+            ask(client, text, max_tokens=96)
+        blocks = named(tree_of(engine_spans, tracing), "agentspec.block")
+        blocks.sort(key=lambda span: span.attributes["agentspec.block.index"])
+        found.append([(span.name, span.attributes["agentspec.output_tokens"]) for span in blocks])
+        drafted = total(blocks, "agentspec.spec.draft_tokens")
+    assert found[0] == found[1] == found[2]
+    assert "agentspec.block code" in dict(found[0])
+    assert drafted > 0
 
 
 def test_n_gives_one_request_span_each(

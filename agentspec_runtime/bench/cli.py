@@ -146,6 +146,21 @@ def simulate(
 
 
 @app.command()
+def plot(
+    results: Annotated[
+        list[Path], typer.Argument(exists=True, dir_okay=False, help="Files of 'bench simulate --out'.")
+    ],
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder of the pictures.")],
+) -> None:
+    """Draw a simulation: accepted against rejected drafts, and how well survival is calibrated (SVG)."""
+    from agentspec_runtime.bench.plots import read_simulation, write_plots
+
+    workloads = [workload for file in results for workload in read_simulation(file)]
+    for path in write_plots(workloads, out):
+        typer.echo(str(path))
+
+
+@app.command()
 def replay(
     traces: TracesOption,
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder of the results; run again to continue.")],

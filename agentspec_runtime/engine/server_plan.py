@@ -39,6 +39,8 @@ __all__ = ["EmbeddedFiles", "ServeOptions", "ServePlan", "VllmParser", "plan_ser
 # With several workers, the variable for threads has a part for each.
 _SEVERAL_WORKERS: Final = {"tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size"}
 MIDDLEWARE: Final = "agentspec_runtime.engine.middleware.AgentSpecMiddleware"
+# Requests in flight get that long to finish after SIGTERM; a third of what Kubernetes grants by default.
+_SHUTDOWN_TIMEOUT_S: Final = 10
 # Settings of vLLM that are made of several flags: ours and the user's are merged into one value.
 _SPECULATIVE_DESTS: Final = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
 _MERGED_DESTS: Final = (*_SPECULATIVE_DESTS, "additional_config")
@@ -121,6 +123,9 @@ def plan_server(
             variables[RUNNER_VARIABLE] = "0"
     if "enable_per_request_metrics" not in given and not given.get("disable_log_stats"):
         ours.append("--enable-per-request-metrics")
+    if "shutdown_timeout" not in given:
+        # With vLLM's own 0 the engine is killed at once: clients hang on open connections, spans are lost.
+        ours += ["--shutdown-timeout", str(_SHUTDOWN_TIMEOUT_S)]
     if "host" not in given and "uds" not in given:
         ours += ["--host", "127.0.0.1"]
     kv_given = {"kv_cache_memory_bytes", "gpu_memory_utilization"} & given.keys()

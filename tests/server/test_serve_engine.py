@@ -309,7 +309,7 @@ def test_a_session_moves_on_when_its_replica_dies(engine_server, second_server: 
             assert [replica for _, replica in posted] == replicas * 2, "each session stuck to its replica"
             time.sleep(1.5)  # the telemetry thread writes in slices
             after = sum(metric(url, "agentspec_accepted_tokens_total") for url in replicas)
-            assert after - before == sum(call.accepted for call in calls) > 60
+            assert after - before == sum(call.accepted for call in calls) > 10
 
             engine = next(
                 int(pid)

@@ -35,8 +35,8 @@ class Ending:
 def ask(server: Server, number: int, ending: Ending) -> None:
     body: dict[str, Any] = {
         "model": server.model,
-        "prompt": f"{number} red green blue " * 20,
-        "max_tokens": 3000,
+        "prompt": f"{number} red green blue " * 20,  # about three seconds, with the others
+        "max_tokens": 40,
         "ignore_eos": True,
         "temperature": 0,
         "stream": number % 2 == 0,
@@ -47,7 +47,7 @@ def ask(server: Server, number: int, ending: Ending) -> None:
         with urllib.request.urlopen(request, timeout=60) as response:
             for line in response:
                 ending.num_chunks += 1
-                if b"[DONE]" in line or b'"finish_reason":"' in line:
+                if b"[DONE]" in line or b'"finish_reason":"length"' in line:
                     ending.how = "finished"
                 elif b'"error"' in line:
                     ending.how = "error"
@@ -67,8 +67,18 @@ def num_running(server: Server) -> float:
     )
 
 
+def is_alive(process: psutil.Process) -> bool:
+    """A zombie is not: it has ended, and in a container nobody may ask for its exit code."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def test_sigterm_under_load(engine_server: Server, engine_spans: OtlpReceiver, all_servers: _Servers) -> None:
-    """Every client hears the end at once, spans of the requests arrive, no process is left."""
+    """Requests in flight finish, their spans arrive, no process is left. (vLLM's own default kills the engine
+    at once: clients of vLLM 0.32 then wait for ever, and spans are lost.)
+    """
     processes = psutil.Process(engine_server.pid).children(recursive=True)
     assert processes, "the engine runs in a process of its own"
     endings = [Ending() for _ in range(NUM_REQUESTS)]
@@ -87,10 +97,10 @@ def test_sigterm_under_load(engine_server: Server, engine_spans: OtlpReceiver, a
     all_servers.terminate("engine_server")
     for thread in threads:
         thread.join(60)
-    assert all(ending.how not in ("", "hangs") for ending in endings), endings
+    assert [ending.how for ending in endings] == ["finished"] * NUM_REQUESTS
     assert all_servers.exit_code("engine_server") == 0
     assert time.monotonic() - told < 25
-    assert not [process for process in processes if process.is_running()], "orphans"
+    assert not [process for process in processes if is_alive(process)], "orphans"
 
     def of_ours(spans: Any) -> set[str]:
         return {

@@ -211,11 +211,20 @@ class RequestLedger:
         num_discarded: int,
         totals: VerdictCounts,
     ) -> None:
-        for position in range(start, min(end, len(sources))):
+        part = sources[start : min(end, len(sources))]
+        if not part:
+            return
+        if part.count(part[0]) == len(part):  # almost always: a draft is copied from one place
+            accepted = min(max(num_accepted - start, 0), len(part))
+            discarded = min(max(num_accepted + num_discarded - start, 0), len(part)) - accepted
+            block.counts.add(block.kind, part[0], len(part), accepted, discarded)
+            totals.add(block.kind, part[0], len(part), accepted, discarded)
+            return
+        for position, source in enumerate(part, start=start):
             accepted = int(position < num_accepted)
             discarded = int(num_accepted <= position < num_accepted + num_discarded)
-            block.counts.add(block.kind, sources[position], 1, accepted, discarded)
-            totals.add(block.kind, sources[position], 1, accepted, discarded)
+            block.counts.add(block.kind, source, 1, accepted, discarded)
+            totals.add(block.kind, source, 1, accepted, discarded)
 
     def report(
         self,

@@ -107,6 +107,7 @@ class Speculation:
         self._structured_output = structured_output
         self._observer = observer
         self._tracker = BlockTracker(drafter.vocabulary)
+        self._accounts: Callable[[], None] | None = None
         self._block_tokens = block_tokens
         self._token_text = token_text
         self._clock = clock
@@ -158,6 +159,7 @@ class Speculation:
 
     def finish(self, request: Request, reason: str) -> None:
         """A request is over, in whatever way."""
+        self._keep_accounts()
         live = self._live.pop(request.request_id, None)
         if live is None:
             return
@@ -322,7 +324,10 @@ class Speculation:
         self._step = _Step(self._clock(), shape, plan, kept, draft_s, num_prefill, num_sampling, num_waiting)
 
     def work(self) -> None:
-        """While the worker computes: take in prompts, index finished text, a bounded slice."""
+        """While the worker computes: accounts of the last step; take in prompts, index finished text, a
+        bounded slice.
+        """
+        self._keep_accounts()
         begin = self._clock()
         self._drafter.work()
         self._index_s = self._clock() - begin
@@ -350,29 +355,38 @@ class Speculation:
                 if output.finish_reason is not None and output.request_id not in requests:
                     ended.append((output.request_id, str(output.finish_reason)))
         self._drafter.observe_batch(req_ids, new_ids)
-        totals = VerdictCounts()
         if self._observer is not None:
-            self._tell("account", lambda: self._account(step, duration, req_ids, new_ids, sampled, totals))
+            self._keep_accounts()
+            wall = self._wall()
+            self._accounts = lambda: self._account(step, duration, wall, req_ids, new_ids, sampled)
         for req_id, reason in ended:
             live = self._live.get(req_id)
             if live is not None:
                 self._guard("finish", partial(self.finish, live.request, reason))
         if step.shape.num_tokens:
             self._budget.observe(step.shape, duration)
-        self._report_step(step, duration, totals)
+
+    def _keep_accounts(self) -> None:
+        """Enter and report the step before, if that has waited. It waits for `work`, when nobody waits for
+        us, or for the end of a request.
+        """
+        accounts, self._accounts = self._accounts, None
+        if accounts is not None:
+            self._tell("accounts", accounts)
 
     def _account(
         self,
         step: _Step,
         duration: float,
+        wall: float,
         req_ids: Sequence[str],
         new_ids: Sequence[Sequence[int]],
         sampled: Mapping[str, int],
-        totals: VerdictCounts,
     ) -> None:
-        """Enter what a step did into the ledgers of its requests, and into `totals`."""
+        """Enter what a step did into the ledgers of its requests, and report it."""
+        totals = VerdictCounts()
         context = StepContext(
-            end_s=self._wall(),
+            end_s=wall,
             duration_s=duration,
             batch=step.num_sampling,
             budget=sum(map(len, step.sources.values())),
@@ -384,6 +398,7 @@ class Speculation:
             accepted = min(verified, len(tokens), len(sources))
             ledger = self._live[req_id].ledger
             ledger.add_step(spans, sources, accepted, verified - accepted, context, totals)
+        self._report_step(step, duration, totals)
 
     def abandon(self, outputs: Mapping[int, EngineCoreOutputs], requests: Mapping[str, Request]) -> None:
         """Verdicts of a step could not be taken in: its requests, of whose text something may be missing
@@ -422,5 +437,6 @@ class Speculation:
 
     def close(self) -> None:
         """The engine shuts down."""
+        self._keep_accounts()
         if self._observer is not None:
             self._observer.close()

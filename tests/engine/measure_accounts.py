@@ -18,19 +18,8 @@ from agentspec_runtime.engine.ledger import RequestLedger, StepContext, VerdictC
 
 REQUESTS = 64
 STEP_S = 0.010
-WORDS = [
-    "the",
-    " quick",
-    " brown",
-    "\n",
-    "```",
-    "python",
-    " = ",
-    "(x)",
-    "<tool_call>",
-    "</tool_call>",
-    '{"a": 1}',
-]
+MARKERS = ["```", "<tool_call>", "</tool_call>"]
+WORDS = ["the", " quick", " brown", "\n", "python", " = ", "(x)", '{"a": 1}'] * 40 + MARKERS
 
 
 def measure(rounds: int, tokens_per_step: int) -> dict[str, float]:

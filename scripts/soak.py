@@ -355,7 +355,11 @@ async def run(options: argparse.Namespace) -> int:
         began_s = time.monotonic()
         await (soak.open_loop() if options.rate else soak.closed_loop())
         seconds = time.monotonic() - began_s
-        metrics = await settle(client)
+        try:
+            metrics = await settle(client)
+        except aiohttp.ClientError as error:
+            soak.tally.errors[f"metrics: {type(error).__name__}"] += 1
+            metrics = {}
         if watch is not None:
             watch.cancel()
             soak.tally.rss_mib.append({"sessions": soak.tally.num_sessions, **rss_mib(options.pid)})

@@ -43,7 +43,6 @@ class SummingObserver:
         self._path = path
         self._next_write = 0.0
         self._written = False
-        self._request_ended = False
         self._clear()
 
     def _clear(self) -> None:
@@ -66,15 +65,14 @@ class SummingObserver:
                 sums[str(name)][0] += verdict.drafted
                 sums[str(name)][1] += verdict.accepted
         now = time.monotonic()
-        if now >= self._next_write or self._request_ended:
-            self._request_ended = False
+        if now >= self._next_write:
             self._next_write = now + _WRITE_EVERY_S
             self._write()
 
     def on_request(self, report: RequestReport) -> None:
-        """Verdicts come with the step that ends it: have that one written at once, it may be the last."""
+        """Its steps have been told: written at once, there may be no further step."""
         del report
-        self._request_ended = True
+        self._write()
 
     def close(self) -> None:
         """Write what is left."""

@@ -113,7 +113,7 @@ def test_the_mix_was_drafted_for(served: dict[tuple[int, bool], dict[str, Answer
     tokens = sum(a.completion_tokens for a in answers)
     assert accepted > 0.25 * tokens
     drafted = [a for a in answers if (a.speculative or {}).get("num_draft_tokens")]
-    assert len(drafted) > 0.7 * len(served[16, False])
+    assert len(drafted) > 0.6 * len(served[16, False])
 
 
 def test_constrained_answers_keep_to_their_grammar(

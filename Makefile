@@ -20,7 +20,7 @@ demo: setup
 	@$(PYTHON) -m agentspec_runtime demo $(ARGS)
 
 test: setup
-	@$(PYTHON) -m pytest $(ARGS)
+	@$(PYTHON) -m pytest -n 2 --dist loadgroup $(ARGS)
 
 check: setup
 	@$(PYTHON) -m ruff check .

@@ -1,10 +1,12 @@
 """How long an engine step takes, learned from the steps themselves.
 
-    T(n, a, r) = base + per_request * r + per_attended * a + f(n)
+    T(n, a, r, v) = base + per_request * r + per_attended * a + verify * v + f(n)
 
 `n`: tokens in the step (prompt chunks, one per decoding request, drafts); `a`: attended tokens, the sum
 over those n of the context they look back on (on a CPU, and for long contexts anywhere, attention is
-not free); `r`: requests that sample. `f` is piecewise linear with bends at fixed sizes.
+not free); `r`: requests that sample; `v`: 1 if the step verifies drafts, else 0. Such a step takes other
+kernels and the rejection sampler, whatever its size: on a 2-core CPU, 96 ms with one draft token where a step
+without took 70 (4k context), and every further token 5. `f` is piecewise linear with bends at fixed sizes.
 
 All coefficients are at least zero, so T rises and is convex in n: flat while the machine is
 memory-bound, then steeper, which is what GPUs and CPUs do apart from the padding to graph sizes. They
@@ -44,7 +46,8 @@ _BENDS: Final = (8, 16, 32, 64, 128, 256, 512, 1024)
 _BASE: Final = 0
 _REQUEST: Final = 1
 _ATTENDED: Final = 2
-_TOKEN: Final = 3
+_VERIFY: Final = 3
+_TOKEN: Final = 4
 _NUM: Final = _TOKEN + 1 + len(_BENDS)
 _ATTENDED_SCALE: Final = 1e-3
 
@@ -64,6 +67,7 @@ class StepShape:
     num_tokens: int
     num_attended: int
     num_requests: int
+    verifies: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,11 +75,13 @@ class CostCurve:
     """A curve to start from: measured by `agentspec bench calibrate`, or learned earlier.
 
     `coefficients`: base, per token, per 1,000 attended tokens, per request; seconds. `bends`: what a token
-    costs more from each bend on, in the order of the bends; missing ones are zero.
+    costs more from each bend on, in the order of the bends; missing ones are zero. `verify`: seconds that a
+    step with drafts takes longer, whatever their number.
     """
 
     coefficients: tuple[float, float, float, float]
     bends: tuple[float, ...] = ()
+    verify: float = 0.0
 
 
 class StepCost:
@@ -87,6 +93,7 @@ class StepCost:
             guess[[_BASE, _TOKEN]] = _FIRST_BASE, _FIRST_BASE * _FIRST_SLOPE
         else:
             guess[[_BASE, _TOKEN, _ATTENDED, _REQUEST]] = np.maximum(start.coefficients, 0.0)
+            guess[_VERIFY] = max(start.verify, 0.0)
             bends = np.maximum(start.bends[: len(_BENDS)], 0.0)
             guess[_TOKEN + 1 : _TOKEN + 1 + bends.size] = bends
         self._guess = guess
@@ -110,7 +117,13 @@ class StepCost:
         return CostCurve(
             coefficients=(base, per_token, per_attended, per_request),
             bends=tuple(self._theta[_TOKEN + 1 :].tolist()),
+            verify=self.verify_seconds,
         )
+
+    @property
+    def verify_seconds(self) -> float:
+        """Seconds that a step with drafts takes longer, whatever their number."""
+        return float(self._theta[_VERIFY])
 
     def slope(self, shape: StepShape) -> tuple[float, float]:
         """Seconds that one more token costs at this shape: per token, and per attended token."""
@@ -174,6 +187,7 @@ def _features(shape: StepShape) -> _FloatArray:
     x[_BASE] = 1.0
     x[_REQUEST] = shape.num_requests
     x[_ATTENDED] = shape.num_attended * _ATTENDED_SCALE
+    x[_VERIFY] = shape.verifies
     x[_TOKEN] = n
     for i, bend in enumerate(_BENDS, start=_TOKEN + 1):
         x[i] = n - bend if n > bend else 0.0

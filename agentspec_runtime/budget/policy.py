@@ -13,7 +13,8 @@ token rate would make every slot look cheap, and drafts would push other request
 
 Nobody tunes a threshold: while steps are memory-bound the cost is near zero and everything is drafted;
 as the batch grows the cost rises and only near-certain copies are left; where nothing pays, nothing is
-drafted. The classical form of this is TurboSpec's goodput (arXiv 2406.14066) with per-slot survival as
+drafted. The first draft of a step also pays what verifying costs at all (`StepCost.verify_seconds`). The
+classical form of this is TurboSpec's goodput (arXiv 2406.14066) with per-slot survival as
 in TETRIS, here with a cost per slot instead of a given capacity.
 """
 
@@ -178,7 +179,7 @@ class GoodputBudget:
         more = np.arange(limit + 1, dtype=np.float64)
         emitted = load.contexts.size + np.concatenate([[0.0], np.cumsum(gain[:limit])])
         seconds = self._decode_seconds(load) + self.cost.added_seconds(shape, more)
-        seconds[1:] += per_attended * np.cumsum(contexts[:limit])
+        seconds[1:] += self.cost.verify_seconds + per_attended * np.cumsum(contexts[:limit])
         return int(np.argmax(emitted / seconds))
 
 
@@ -188,4 +189,5 @@ def _shape(load: Load, draft_tokens: int, draft_attended: int) -> StepShape:
         num_tokens=requests + load.prefill_tokens + draft_tokens,
         num_attended=int(load.contexts.sum()) + load.prefill_attended + draft_attended,
         num_requests=requests,
+        verifies=draft_tokens > 0,
     )

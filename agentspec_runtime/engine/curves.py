@@ -15,6 +15,7 @@ import math
 import os
 import platform
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -43,10 +44,12 @@ def read_curve(path: Path) -> CostCurve:
         data = json.loads(path.read_text(encoding="utf-8"))
         base, per_token, per_attended, per_request = (float(value) for value in data["coefficients"])
         bends = tuple(float(value) for value in data.get("bends", ()))
-        values = (base, per_token, per_attended, per_request, *bends)
+        verify = float(data.get("verify", 0.0))
+        values = (base, per_token, per_attended, per_request, *bends, verify)
         if not 0.0 < base + per_token < math.inf or min(values) < 0.0 or not all(map(math.isfinite, values)):
             raise ValueError("step times must be positive")
-        return CostCurve(coefficients=(base, per_token, per_attended, per_request), bends=bends)
+        coefficients = (base, per_token, per_attended, per_request)
+        return CostCurve(coefficients=coefficients, bends=bends, verify=verify)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigurationError(
             f"cost_curve {str(path)!r} cannot be used ({error}): write one with `agentspec bench calibrate`"
@@ -74,7 +77,7 @@ class CurveFile:
         if cost.num_steps < _WORTH_KEEPING:
             return False
         curve = cost.curve()
-        text = json.dumps({"coefficients": curve.coefficients, "bends": curve.bends})
+        text = json.dumps(asdict(curve))
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             descriptor, name = tempfile.mkstemp(dir=self.path.parent, suffix=".part")

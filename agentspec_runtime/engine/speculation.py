@@ -317,7 +317,10 @@ class Speculation:
                 if request.prefill_stats is not None:  # vLLM takes it away with the first token
                     live.num_cached_tokens = int(request.prefill_stats.num_cached_tokens)
         shape = StepShape(
-            num_tokens=output.total_num_scheduled_tokens, num_attended=attended, num_requests=num_sampling
+            num_tokens=output.total_num_scheduled_tokens,
+            num_attended=attended,
+            num_requests=num_sampling,
+            verifies=bool(drafted),
         )
         # Drafts that vLLM cut for want of room keep the sources of what is left.
         kept = {r: s[: len(drafted[r])] for r, s in sources.items() if r in drafted}

@@ -98,6 +98,21 @@ def test_slots_are_cheap_on_the_floor_and_dear_beyond_it() -> None:
     assert beyond == pytest.approx(1.5e-4, rel=0.5)
 
 
+@pytest.mark.parametrize("jump", [0.0, 0.004, 0.03])
+def test_learns_what_verifying_costs_at_all(jump: float) -> None:
+    """A step with drafts is longer by a constant, apart from its tokens: other kernels, the sampler."""
+    cost = StepCost()
+    random = np.random.default_rng(0)
+    for _ in range(600):
+        drafts = int(random.integers(0, 5))
+        shape = StepShape(
+            num_tokens=1 + drafts, num_attended=800 * (1 + drafts), num_requests=1, verifies=drafts > 0
+        )
+        cost.observe(shape, linear(shape) + jump * (drafts > 0) * (1.0 + 0.02 * random.standard_normal()))
+    assert cost.verify_seconds == pytest.approx(jump, abs=0.0015)
+    assert StepCost(cost.curve()).verify_seconds == cost.verify_seconds
+
+
 def test_learns_within_a_few_steps() -> None:
     """A server that just started prices slots by its own machine after two dozen steps."""
     cost = StepCost()

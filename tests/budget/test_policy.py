@@ -108,6 +108,28 @@ def test_equals_trying_every_combination(
     assert chosen >= best * (1 - 1e-9)
 
 
+@given(curve=curves, case=cases(), verify=st.floats(0.0, 0.05))
+@settings(max_examples=200, deadline=None)
+def test_the_first_draft_pays_for_verifying(
+    curve: tuple[float, float, float, float], case: tuple[list[int], list[list[float]]], verify: float
+) -> None:
+    """Drafts are placed only if all of them together bring in what a verifying step costs more."""
+    contexts, drafts = case
+    table, offered = survivals(drafts)
+    budget = GoodputBudget(StepCost(CostCurve(coefficients=curve, verify=verify)))
+    lengths = tuple(int(n) for n in budget.choose(load_of(contexts), table, offered).lengths)
+
+    def with_jump(option: tuple[int, ...]) -> float:
+        requests = len(contexts)
+        emitted = requests + sum(
+            float(np.float32(s)) for d, n in zip(drafts, option, strict=True) for s in d[:n]
+        )
+        return emitted / (emitted / rate(curve, contexts, drafts, option) + verify * any(option))
+
+    best = max(with_jump(o) for o in itertools.product(*(range(len(d) + 1) for d in drafts)))
+    assert with_jump(lengths) >= best * (1 - 1e-9)
+
+
 @given(
     curve=curves,
     drafts=st.lists(draft, min_size=1, max_size=4),

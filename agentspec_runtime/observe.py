@@ -109,8 +109,9 @@ class StepReport:
 
     `price` is the least survival a slot needed in order to be drafted; `predicted_s` the cost model's
     time for what was scheduled, `measured_s` what it took. `draft_s` is time spent making drafts on
-    the step's path, `index_s` time spent indexing. `dropped_hints` and `internal_errors` are totals since
-    the engine started. `verdicts` is keyed by (block, source).
+    the step's path, `index_s` time spent indexing. `grammar_cut` are draft tokens that a grammar did not
+    allow: never verified, not in `num_draft_tokens`. `dropped_hints` and `internal_errors` are totals
+    since the engine started. `verdicts` is keyed by (block, source).
     """
 
     num_sampling: int
@@ -123,6 +124,7 @@ class StepReport:
     draft_s: float
     index_s: float
     index_bytes: int
+    grammar_cut: int = 0
     dropped_hints: int = 0
     internal_errors: int = 0
     verdicts: Mapping[tuple[SegmentKind, DraftSource], Verdict] = field(default_factory=dict)

@@ -117,6 +117,7 @@ class Speculation:
         self._pending: tuple[dict[str, list[int]], Plan | None, float] = ({}, None, 0.0)
         self._index_s = 0.0
         self._dropped_hints = 0
+        self._grammar_cut = 0
 
     # Requests
 
@@ -273,7 +274,9 @@ class Speculation:
             request = decoding[i].request
             ids: list[int] = batch.token_ids[i, : plan.lengths[i]].tolist()
             if request.use_structured_output:
-                ids = self._allowed(decoding[i], ids)
+                allowed = self._allowed(decoding[i], ids)
+                self._grammar_cut += len(ids) - len(allowed)
+                ids = allowed
             if ids:
                 placed.append((request, ids, batch.sources[i, : len(ids)].tolist()))
         # Nothing can fail from here on: no draft is placed that the accounts do not know of.
@@ -432,10 +435,12 @@ class Speculation:
             draft_s=step.draft_s,
             index_s=self._index_s,
             index_bytes=self._drafter.memory_bytes,
+            grammar_cut=self._grammar_cut,
             dropped_hints=self._dropped_hints,
             internal_errors=self._guard.errors + self._tell.errors,
             verdicts=totals.verdicts(),
         )
+        self._grammar_cut = 0
         self._tell("on_step", lambda: observer.on_step(report))
 
     def close(self) -> None:

@@ -106,6 +106,9 @@ class EngineMetrics:
         )
         self._draft = histogram("draft_seconds", "Time spent making drafts in a step.", _DRAFT_BUCKETS)
         self._index = histogram("index_seconds", "Time spent indexing text in a step.", _DRAFT_BUCKETS)
+        self._cut = counter(
+            "grammar_cut_tokens", "Draft tokens that a grammar did not allow; never verified."
+        )
         self._hints = counter("dropped_hints", "Hints that could not be used and were ignored.")
         self._errors = counter(
             "internal_errors", "Errors caught in our part of a step; it went on without drafts."
@@ -128,6 +131,7 @@ class EngineMetrics:
         """Count a slice of steps."""
         sampling = [report for report in reports if report.num_sampling]
         self._steps.inc(len(sampling))
+        self._cut.inc(sum(report.grammar_cut for report in reports))
         self._silent.inc(sum(not report.num_draft_tokens for report in sampling))
         for report in sampling:
             self._batch.observe(report.num_sampling)

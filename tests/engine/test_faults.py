@@ -205,6 +205,31 @@ def test_a_grammar_that_fails_costs_its_own_request_the_drafts(
         assert len(report.per_step_drafted) - 1 <= sampled <= len(report.per_step_drafted)
 
 
+def test_what_a_grammar_cuts_off_is_counted_apart(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was never verified: not drafted, not rejected."""
+    recorder = Recorder()
+    config = EngineConfig(telemetry=False, memory_mb=8, budget="fixed", min_survival=0.0)
+    engine = ScriptedEngine(model, config=config, observer=recorder)
+    engine.add("r", [*TEXT, 3], TEXT)
+    request = engine.scheduler.requests["r"]
+    cut = []
+
+    def validate(_request: object, ids: list[int]) -> list[int]:
+        cut.append(len(ids) - len(ids) // 2)
+        return ids[: len(ids) // 2]
+
+    manager = engine.scheduler._speculation._structured_output
+    monkeypatch.setattr(manager, "validate_tokens", validate)
+    monkeypatch.setattr(type(request), "use_structured_output", property(lambda _request: True))
+    monkeypatch.setattr(manager, "accept_tokens", lambda *_: True)
+    monkeypatch.setattr(manager, "grammar_bitmask", lambda *_: None)
+    engine.run()
+    assert sum(cut) > 0
+    assert sum(step.grammar_cut for step in recorder.steps) == sum(cut)
+    (report,) = recorder.requests
+    assert sum(report.per_step_drafted) == sum(step.num_draft_tokens for step in recorder.steps) > 0
+
+
 def test_after_a_thousand_errors_the_engine_is_plain(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault that never ends is not paid for for ever."""
     engine = ScriptedEngine(model)

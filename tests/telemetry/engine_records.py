@@ -92,10 +92,12 @@ def make_step(
     num_sampling: int = 4,
     dropped_hints: int = 0,
     internal_errors: int = 0,
+    grammar_cut: int = 0,
 ) -> StepReport:
     """One engine step."""
     return StepReport(
         num_sampling=num_sampling, num_prefill_tokens=0, num_draft_tokens=num_draft_tokens, num_waiting=0,
         price=0.35, predicted_s=0.010, measured_s=0.011, draft_s=0.0002, index_s=0.0001, index_bytes=1 << 20,
         dropped_hints=dropped_hints, internal_errors=internal_errors, verdicts=verdicts or {},
+        grammar_cut=grammar_cut,
     )  # fmt: skip

@@ -67,7 +67,7 @@ def test_gauges_and_faults_are_visible() -> None:
     registry = CollectorRegistry()
     observer, other = observer_on(registry), observer_on(registry)
     for total in (1, 1, 4):
-        observer.on_step(make_step(dropped_hints=total, internal_errors=total // 4))
+        observer.on_step(make_step(dropped_hints=total, internal_errors=total // 4, grammar_cut=total))
     observer.flush()
     other.on_step(make_step(dropped_hints=2, internal_errors=2))
     observer.close()
@@ -76,6 +76,7 @@ def test_gauges_and_faults_are_visible() -> None:
     assert value(registry, "agentspec_index_bytes") == 1 << 20
     assert value(registry, "agentspec_dropped_hints_total") == 6
     assert value(registry, "agentspec_internal_errors_total") == 3
+    assert value(registry, "agentspec_grammar_cut_tokens_total") == 6, "by step, not a total"
     assert value(registry, "agentspec_step_prediction_ratio_sum") == pytest.approx(4.4)
 
 

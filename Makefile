@@ -20,7 +20,7 @@ demo: setup
 	@$(PYTHON) -m agentspec_runtime demo $(ARGS)
 
 test: setup
-	@$(PYTHON) -m pytest -n 2 --dist loadgroup $(ARGS)
+	@$(PYTHON) -m pytest $(ARGS)
 
 check: setup
 	@$(PYTHON) -m ruff check .

@@ -205,17 +205,9 @@ def plain_server(all_servers: _Servers) -> Server:
     return all_servers.get("plain_server")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that end one of the servers come last; all others keep their order. With several processes
-    (pytest-xdist, `--dist loadgroup`), all tests that use the servers run in one, so that they start once.
-    """
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that end one of the servers come last; all others keep their order."""
     items.sort(key=lambda item: item.get_closest_marker("ends_server") is not None)
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    for item in items:
-        if not {"all_servers", *_FIXTURES}.isdisjoint(getattr(item, "fixturenames", ())):
-            item.add_marker(pytest.mark.xdist_group("servers"))
 
 
 _log_starts: pytest.StashKey[dict[str, int]] = pytest.StashKey()

@@ -19,6 +19,7 @@ from hint_cases import anything, fuzz, over_http, texts
 from hypothesis import strategies as st
 from scripted_engine import EOS, Recorder, ScriptedEngine, write_model_config
 from vllm import SamplingParams
+from vllm.exceptions import VLLMError
 
 from agentspec_runtime.engine.middleware import AgentSpecMiddleware
 from agentspec_runtime.errors import HintError
@@ -139,7 +140,7 @@ def taken_by_vllm(value: object) -> bool:
     """vLLM itself refuses some, such as whole numbers of more than 64 bits."""
     try:
         SamplingParams(extra_args={"agentspec": value})
-    except ValueError:
+    except (ValueError, VLLMError):
         return False
     return True
 

@@ -112,6 +112,8 @@ want="$(fingerprint "$target" | cksum)"
 if [[ "$(cat "$stamp" 2>/dev/null || true)" != "$want" ]]; then
   rm -f "$stamp"
   install "$target"
+  say "compiling the drafting kernels (numba, once)"
+  "$venv/bin/python" -m agentspec_runtime.engine.warm_up
   printf '%s\n' "$want" >"$stamp"
 fi
 "$venv/bin/python" -m agentspec_runtime model prepare

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import pickle
 
-from agentspec_runtime.drafting import Drafter, DraftScope
+from agentspec_runtime.drafting import Drafter, DraftingConfig, DraftScope
 from agentspec_runtime.drafting.tracker import BlockTracker
+from agentspec_runtime.engine.token_table import build_token_table
 from agentspec_runtime.errors import ConfigurationError
 
 __all__ = ["warm_up"]
@@ -43,3 +44,13 @@ def _call_all(drafter: Drafter) -> None:
         drafter.observe_batch([name], [[1, 2]])
         drafter.finish(name)
     drafter.forget("warm-up")
+
+
+def _main() -> None:
+    """For set-up: compile now, so that the first server does not start a minute later."""
+    vocabulary = build_token_table(None, 512)
+    warm_up(Drafter(DraftingConfig(), vocabulary))
+
+
+if __name__ == "__main__":
+    _main()

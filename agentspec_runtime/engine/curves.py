@@ -76,18 +76,25 @@ class CurveFile:
         """Write what was learned, if it is worth it. Whole or not at all; False when it was not written."""
         if cost.num_steps < _WORTH_KEEPING:
             return False
-        curve = cost.curve()
-        text = json.dumps(asdict(curve))
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, name = tempfile.mkstemp(dir=self.path.parent, suffix=".part")
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(text + "\n")
-            Path(name).replace(self.path)
+            self._write(json.dumps(asdict(cost.curve())) + "\n")
         except OSError as error:
             _log.warning("step times are not kept: %s", error)
             return False
         return True
+
+    def _write(self, text: str) -> None:
+        """Beside its place and then there; a full disk leaves neither half a curve nor half a file."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=self.path.parent, suffix=".part")
+        part = Path(name)
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
+            part.replace(self.path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
 
 
 def curve_of(vllm_config: VllmConfig) -> CurveFile:

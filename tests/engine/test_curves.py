@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -36,6 +40,19 @@ def teach(cost: StepCost, steps: int) -> None:
         num_tokens = 1 + number % 40
         shape = StepShape(num_tokens=num_tokens, num_attended=100 * num_tokens, num_requests=1)
         cost.observe(shape, 0.03 + 0.002 * num_tokens + 0.01 * max(num_tokens - 16, 0))
+
+
+@contextmanager
+def no_byte_to_write() -> Iterator[None]:
+    """As on a full disk: files of this process may not grow (EFBIG instead of ENOSPC)."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_what_was_learned_is_there_after_a_restart(tmp_path: Path, cache: Path) -> None:
@@ -86,6 +103,22 @@ def test_a_folder_that_cannot_be_made_costs_the_curve_only(
     teach(cost, 600)
     assert not CurveFile(tmp_path / "taken" / "curve.json").keep(cost)
     assert "step times are not kept" in caplog.text
+
+
+def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Once with the place taken by a folder (the move fails), once on a disk that takes no byte more."""
+    cost = StepCost()
+    teach(cost, 600)
+    file = CurveFile(tmp_path / "curve.json")
+    file.path.mkdir()
+    assert not file.keep(cost)
+    assert list(tmp_path.iterdir()) == [file.path]
+    file.path.rmdir()
+    with no_byte_to_write():
+        assert not file.keep(cost)
+    assert list(tmp_path.iterdir()) == []
+    assert caplog.text.count("step times are not kept") == 2
+    assert file.keep(cost)
 
 
 def test_a_kept_file_is_one_that_the_cost_curve_option_takes(tmp_path: Path) -> None:

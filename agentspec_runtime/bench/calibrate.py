@@ -26,8 +26,8 @@ from agentspec_runtime.bench.engine_process import engine_events
 from agentspec_runtime.bench.measure import StepRecord
 from agentspec_runtime.bench.methods import Method, parse_method
 from agentspec_runtime.bench.provenance import collect_provenance
-from agentspec_runtime.bench.replay import read_raw
 from agentspec_runtime.bench.replay_engine import CellJob, Job, PeriodicLoad
+from agentspec_runtime.bench.results import read_raw
 from agentspec_runtime.engine.args import JsonValue
 from agentspec_runtime.errors import ServerError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -203,7 +203,7 @@ def replay(
     from agentspec_runtime.bench import tables
     from agentspec_runtime.bench.methods import split_methods
     from agentspec_runtime.bench.progress import shown_progress
-    from agentspec_runtime.bench.replay import ReplayPlan, replay_together
+    from agentspec_runtime.bench.replay import ReplayPlan, replay_together, separated
 
     console = _console()
     plan = ReplayPlan(
@@ -224,9 +224,7 @@ def replay(
         chat_template=chat_template,
         engine=_engine_arguments(eager=eager, dtype=dtype, kv_cache_gib=kv_cache_gib, extra=engine_arg or []),
     )
-    plans = [plan]
-    if separate:
-        plans = [replace(plan, files=(file,), out=out / file.name.split(".")[0]) for file in plan.files]
+    plans = separated(plan) if separate else [plan]
     with shown_progress() as show:
         rows = replay_together(plans, show)
     for part in plans:

@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, cast
 
 from agentspec_runtime.bench.engine_process import engine_events
-from agentspec_runtime.bench.load import CellLoad, TurnRecord
-from agentspec_runtime.bench.measure import CellKey, DraftCounts, ResultRow, StepRecord, measure_cell
+from agentspec_runtime.bench.measure import CellKey, ResultRow
 from agentspec_runtime.bench.methods import Method, parse_method
 from agentspec_runtime.bench.provenance import collect_provenance
-from agentspec_runtime.bench.replay_engine import CellJob, Job, RawCell, select_trajectories, sums_file
-from agentspec_runtime.bench.scheduler_records import SchedulerSums, read_scheduler_records
+from agentspec_runtime.bench.replay_engine import CellJob, Job, select_trajectories, sums_file
+from agentspec_runtime.bench.results import finished_cells, measure_raw
+from agentspec_runtime.bench.scheduler_records import read_scheduler_records
 from agentspec_runtime.engine.args import JsonValue
 from agentspec_runtime.engine.compat import on_cpu
 from agentspec_runtime.errors import ConfigurationError
@@ -36,7 +36,7 @@ from agentspec_runtime.errors import ConfigurationError
 if TYPE_CHECKING:
     from agentspec_runtime.bench.limits import Limits
 
-__all__ = ["Progress", "ReplayPlan", "load_rows", "measure_raw", "read_raw", "replay", "replay_together"]
+__all__ = ["Progress", "ReplayPlan", "replay", "replay_together", "separated"]
 
 _RECORDING_SCHEDULER: Final = "agentspec_runtime.bench.replay_scheduler.RecordingScheduler"
 
@@ -65,11 +65,15 @@ class ReplayPlan:
     @property
     def workload(self) -> str:
         """Name of what is replayed, from the files."""
-        return "+".join(file.name.split(".")[0] for file in self.files)
+        return "+".join(_stem(file) for file in self.files)
 
     def trajectories_at(self, index: int) -> int | None:
         """Number of trajectories at the concurrency with this index."""
         return self.trajectories[index if len(self.trajectories) > 1 else 0]
+
+
+def _stem(file: Path) -> str:
+    return file.name.split(".")[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +111,7 @@ def replay_together(
     """
     for plan in plans:
         _check(plan)
+    _check_folders(plans)
     common = plans[0]
     methods = [parse_method(label, reuse=common.reuse, cpu=on_cpu()) for label in common.methods]
     for plan in plans:
@@ -121,6 +126,11 @@ def replay_together(
     for plan in plans:
         _write_limits(plan)
     return rows
+
+
+def separated(plan: ReplayPlan) -> list[ReplayPlan]:
+    """The plan once per recording, each with a folder of its own, for `replay_together`."""
+    return [replace(plan, files=(file,), out=plan.out / _stem(file)) for file in plan.files]
 
 
 def _write_provenance(plan: ReplayPlan, methods: Sequence[Method]) -> None:
@@ -191,39 +201,6 @@ def _cell(plan: ReplayPlan, index: int, *, repeat: int, stem: str, folder: Path)
     )
 
 
-def read_raw(path: Path) -> tuple[CellLoad, list[StepRecord]]:
-    """Raw record of a cell."""
-    raw: RawCell = json.loads(path.read_text(encoding="utf-8"))
-    turns = [TurnRecord(**turn) for turn in raw["turns"]]  # type: ignore[arg-type] # written by asdict
-    load = CellLoad(begin_s=raw["begin_s"], end_s=raw["end_s"], turns=turns)
-    return load, [_step(entry) for entry in raw["steps"]]
-
-
-def measure_raw(key: CellKey, raw_file: Path, sums: SchedulerSums | None) -> ResultRow:
-    """Result row of a raw record; `sums` are the counts of our scheduler, for our methods."""
-    load, steps = read_raw(raw_file)
-    if sums is None:
-        return measure_cell(key, load, steps)
-    return measure_cell(
-        key, load, steps, draft_s=sums.draft_s, by_block=sums.by_block, by_source=sums.by_source
-    )
-
-
-def _step(entry: list[object]) -> StepRecord:
-    begin_s, sampled_s, draft_s, tokens, prompt_tokens, preempted, fillers, rows = entry
-    assert isinstance(rows, list)  # noqa: S101 - for the type checker: the worker wrote it
-    return StepRecord(
-        begin_s=float(str(begin_s)),
-        sampled_s=float(str(sampled_s)),
-        draft_s=float(str(draft_s)),
-        tokens=int(str(tokens)),
-        prompt_tokens=int(str(prompt_tokens)),
-        preempted=int(str(preempted)),
-        fillers=int(str(fillers)),
-        rows=tuple((row[0], row[1], row[2]) for row in rows),
-    )
-
-
 def _check(plan: ReplayPlan) -> None:
     if not plan.files:
         raise ConfigurationError("no recording given: --traces FILE...")
@@ -239,6 +216,19 @@ def _check(plan: ReplayPlan) -> None:
     for file in plan.files:
         if not file.is_file():
             raise ConfigurationError(f"{file}: no such file")
+
+
+def _check_folders(plans: Sequence[ReplayPlan]) -> None:
+    """Recordings in one folder would take each other's results for their own, and share a cache salt."""
+    first: dict[str, ReplayPlan] = {}
+    for plan in plans:
+        before = first.setdefault(plan.workload, plan)
+        if before is not plan:
+            ours, other = (", ".join(map(str, one.files)) for one in (plan, before))
+            raise ConfigurationError(
+                f"--separate: {other} and {ours} have the same name, {plan.workload!r}, and would share one "
+                "folder of results: rename one of them, or replay them one after the other"
+            )
 
 
 def _notes(plan: ReplayPlan) -> dict[str, str | int | float | bool | None]:
@@ -260,24 +250,6 @@ def _mode(plan: ReplayPlan) -> str:
         return "closed loop"
     capped = "capped " if max(plan.concurrency) > 0 else ""
     return f"{capped}open loop, {plan.rate_per_s:g}/s"
-
-
-def _finished_cells(out: Path) -> set[tuple[str, int, int]]:
-    """Cells that are in the results already. A line that was cut off by a crash does not count."""
-    finished: set[tuple[str, int, int]] = set()
-    results = out / "results.jsonl"
-    if not results.is_file():
-        return finished
-    whole: list[str] = []
-    for line in results.read_text(encoding="utf-8").splitlines():
-        try:
-            row = json.loads(line)
-            finished.add((row["method"], row["concurrency"], row["repeat"]))
-        except (json.JSONDecodeError, KeyError):
-            continue
-        whole.append(line)
-    results.write_text("".join(f"{line}\n" for line in whole), encoding="utf-8")
-    return finished
 
 
 def _run_method(
@@ -318,7 +290,7 @@ def _run_method(
 def _todo(plans: Sequence[ReplayPlan], method: Method, repeat: int) -> Iterator[tuple[ReplayPlan, int, Path]]:
     """Cells that have no result yet: plan, index of the concurrency, folder of the raw record."""
     for plan in plans:
-        finished = _finished_cells(plan.out)
+        finished = finished_cells(plan.out)
         for index, concurrency in enumerate(plan.concurrency):
             if (method.label, concurrency, repeat) not in finished:
                 yield plan, index, _cells_folder(plan)
@@ -371,26 +343,3 @@ def _progress(
         tokens=tokens if isinstance(tokens, int) else 0,
         seconds=float(seconds) if isinstance(seconds, int | float) else 0.0,
     )
-
-
-def load_rows(path: Path) -> list[ResultRow]:
-    """Rows of a results file; a line that a crash cut off is skipped.
-
-    Raises:
-        ConfigurationError: there is no such file, or nothing in it.
-    """
-    if not path.is_file():
-        raise ConfigurationError(f"{path}: no such file; agentspec bench replay writes it")
-    rows: list[ResultRow] = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            data = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        for name in ("by_block", "by_source"):
-            data[name] = {key: DraftCounts(**counts) for key, counts in data[name].items()}
-        data["turn_quantiles"] = tuple(data["turn_quantiles"])
-        rows.append(ResultRow(**data))
-    if not rows:
-        raise ConfigurationError(f"{path}: holds no finished cell yet")
-    return rows

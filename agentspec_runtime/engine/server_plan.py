@@ -24,9 +24,8 @@ from agentspec_runtime.engine.args import (
     PROPOSER,
     RUNNER_VARIABLE,
     SCHEDULER,
-    THREADS_VARIABLE,
+    cpu_environment,
     cpu_kv_cache_bytes,
-    cpu_threads,
     dotted,
     engine_args,
 )
@@ -131,8 +130,9 @@ def plan_server(
     kv_given = {"kv_cache_memory_bytes", "gpu_memory_utilization"} & given.keys()
     if cpu and not kv_given and not environment.get("VLLM_CPU_KVCACHE_SPACE"):
         ours += ["--kv-cache-memory-bytes", str(cpu_kv_cache_bytes(available_bytes))]
-    if cpu and THREADS_VARIABLE not in environment and not _SEVERAL_WORKERS & given.keys():
-        variables.update(cpu_threads(cores))
+    if cpu:
+        wanted = cpu_environment(() if _SEVERAL_WORKERS & given.keys() else cores)
+        variables.update((name, value) for name, value in wanted.items() if name not in environment)
     ours += ["--middleware", MIDDLEWARE]
     ours += _otlp_arguments(given, options.otlp, environment, variables)
     _plan_tenants(given, options.tenant_from, environment, variables)

@@ -12,9 +12,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -177,79 +174,9 @@ def test_ctrl_c_while_it_starts_ends_it_at_once(tmp_path: Path):
     assert "agentspec: stopped before the server was ready" in log.read_text()
 
 
-@pytest.fixture(scope="module")
-def collector() -> Iterator[tuple[str, list[bytes]]]:
-    """An OTLP/HTTP endpoint that keeps what it gets."""
-    received: list[bytes] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            received.append(self.rfile.read(int(self.headers["content-length"])))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}", received
-    server.shutdown()
-    server.server_close()
-    thread.join()
-
-
-def wait_until_healthy(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 240
-    while True:
-        check_alive(process, log, deadline)
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2):
-                return
-        except OSError:
-            time.sleep(0.5)
-
-
-@dataclass(frozen=True, slots=True)
-class Second:
-    """One more server, for what needs options of its own. Its tenants come from a header."""
-
-    process: subprocess.Popen[bytes]
-    root_url: str
-    log: Path
-
-
-@pytest.fixture(scope="module")
-def second_server(
-    collector: tuple[str, list[bytes]], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Second]:
-    """It ends by losing its engine process, in the last test of this file."""
-    port, log = free_port(), tmp_path_factory.mktemp("second") / "log"
-    process = start(
-        "--tenant-from=header:x-tenant",
-        f"--otlp-endpoint={collector[0]}",
-        "--",
-        f"--port={port}",
-        "--enforce-eager",
-        "--dtype=float32",
-        "--max-model-len=2048",
-        "--kv-cache-memory-bytes=1073741824",
-        "--enable-prompt-tokens-details",
-        log=log,
-    )
-    try:
-        wait_until_healthy(port, process, log)
-        yield Second(process, f"http://127.0.0.1:{port}", log)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
 @pytest.mark.slow
-def test_tenants_share_nothing_and_spans_arrive(second_server: Second, collector: tuple[str, list[bytes]]):
-    url = f"{second_server.root_url}/v1"
+def test_tenants_share_nothing_and_spans_arrive(tenant_server, engine_spans):
+    url = tenant_server.base_url
     body = {
         "model": MODEL,
         "messages": [{"role": "user", "content": "count: " + " ".join(map(str, range(200)))}],
@@ -265,24 +192,19 @@ def test_tenants_share_nothing_and_spans_arrive(second_server: Second, collector
     assert chat(url, body)[0] == 401
     assert cached(**{"x-tenant": "a"}) == 0
     assert cached(**{"x-tenant": "a"}) > 0
-    assert cached(**{"x-tenant": "b"}) == 0
+    assert cached(**{"x-tenant": "b", "x-request-id": "tenants-b"}) == 0
 
-    received = collector[1]
-    deadline = time.monotonic() + 20
-    while not received and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert received, "no span arrived"
+    engine_spans.wait_for(lambda spans: any("tenants-b" in str(span) for span in spans), timeout_s=20)
 
 
 @pytest.mark.slow
-def test_a_session_moves_on_when_its_replica_dies(engine_server, second_server: Second):
+def test_a_session_moves_on_when_its_replica_dies(engine_server, tenant_server, all_servers):
     """Two replicas behind a router: a session sticks to one, which dies under a request of it. The other one
     answers, with the same text, and nobody is told. Until then the metrics of both add up to what was said.
     """
-    replicas = [engine_server.root_url, second_server.root_url]
+    replicas = [engine_server.root_url, tenant_server.root_url]
     messages = [{"role": "user", "content": COPY}]
     arguments = {"model": MODEL, "messages": messages, "max_tokens": 60, "temperature": 0}
-    doomed = second_server
     agentspec_runtime.instrument()
     try:
         with (
@@ -313,17 +235,15 @@ def test_a_session_moves_on_when_its_replica_dies(engine_server, second_server: 
 
             engine = next(
                 int(pid)
-                for pid in subprocess.check_output(
-                    ["pgrep", "-g", str(doomed.process.pid)], text=True
-                ).split()
+                for pid in subprocess.check_output(["pgrep", "-g", str(tenant_server.pid)], text=True).split()
                 if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()
             )
             kill = threading.Timer(0.5, os.kill, (engine, signal.SIGKILL))
             kill.start()
             long = turn(names[1], max_tokens=300, extra_body={"ignore_eos": True})
             kill.join()
-            assert doomed.process.wait(60) == 2
-            assert "agentspec: vLLM's engine process ended by itself" in doomed.log.read_text()
+            assert all_servers.exit_code("tenant_server") == 2
+            assert "agentspec: vLLM's engine process ended by itself" in tenant_server.log.read_text()
             assert router.served[-1] == (names[1], engine_server.root_url)
             assert turn(names[1]) == texts[0]
             assert turn(names[1], max_tokens=300, extra_body={"ignore_eos": True}) == long

@@ -89,8 +89,10 @@ def test_nothing_given_serves_the_embedded_model_with_our_scheduler(plan):
     assert parsed.host == "127.0.0.1"
     assert parsed.kv_cache_memory_bytes == 3 * GIB
     assert parsed.middleware == ["agentspec_runtime.engine.middleware.AgentSpecMiddleware"]
-    assert made.environment == {"VLLM_USE_V2_MODEL_RUNNER": "0"}
-    assert made.command.startswith("VLLM_USE_V2_MODEL_RUNNER=0 vllm serve /models/tiny ")
+    assert made.environment == {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_USE_AOT_COMPILE": "0"}
+    assert made.command.startswith(
+        "VLLM_USE_V2_MODEL_RUNNER=0 VLLM_USE_AOT_COMPILE=0 vllm serve /models/tiny "
+    )
 
 
 def test_plain_is_the_same_server_without_speculation(plan):
@@ -100,7 +102,7 @@ def test_plain_is_the_same_server_without_speculation(plan):
     assert parsed.additional_config == {}
     assert parsed.per_request_spec_decode_metrics == "none"
     assert parsed.middleware == ["agentspec_runtime.engine.middleware.AgentSpecMiddleware"]
-    assert made.environment == {}
+    assert made.environment == {"VLLM_USE_AOT_COMPILE": "0"}
 
 
 @pytest.mark.parametrize(
@@ -149,6 +151,17 @@ def test_every_core_of_a_small_machine_computes(
 ):
     made, _ = plan(*arguments, cores=frozenset(range(cores)), cpu=cpu, environment=given, options=PLAIN)
     assert made.environment.get(THREADS) == threads
+
+
+@pytest.mark.parametrize(
+    ("cpu", "given", "value"),
+    [(True, {}, "0"), (False, {}, None), (True, {"VLLM_USE_AOT_COMPILE": "1"}, None)],
+)
+def test_a_cpu_server_keeps_what_it_compiled_where_it_finds_it_again(
+    plan, cpu: bool, given: dict[str, str], value: str | None
+):
+    made, _ = plan(cpu=cpu, environment=given, options=PLAIN)
+    assert made.environment.get("VLLM_USE_AOT_COMPILE") == value
 
 
 @pytest.mark.parametrize(
@@ -283,7 +296,8 @@ def test_plain_takes_what_vllm_takes(plan, arguments: tuple[str, ...]):
 def test_other_model_runner_is_refused(plan):
     with pytest.raises(ConfigurationError, match="VLLM_USE_V2_MODEL_RUNNER=1"):
         plan(environment={"VLLM_USE_V2_MODEL_RUNNER": "1"})
-    assert plan(environment={"VLLM_USE_V2_MODEL_RUNNER": "0"})[0].environment == {}
+    made, _ = plan(environment={"VLLM_USE_V2_MODEL_RUNNER": "0"}, cpu=False)
+    assert made.environment == {}
 
 
 def test_spans_go_by_the_protocol_that_fits_the_endpoint(plan):

@@ -103,6 +103,7 @@ def doubts(cells: Sequence[CellSummary], rows: Sequence[ResultRow]) -> list[str]
     if wrong := [cell for cell in cells if cell.mismatched]:
         names = ", ".join(sorted({cell.method for cell in wrong}))
         found.append(f"Turns of {names} did not emit the recorded tokens exactly: those rows are invalid.")
+    found += _miscounted(rows)
     if not any(cell.method == _REFERENCE for cell in cells):
         found.append("There is no plain row, so no speedup can be stated: add plain to --methods.")
     if max(cell.repeats for cell in cells) == 1:
@@ -125,6 +126,26 @@ def doubts(cells: Sequence[CellSummary], rows: Sequence[ResultRow]) -> list[str]
             "Task latency counts from the schedule, as a user would see it."
         )
     return found
+
+
+def _miscounted(rows: Sequence[ResultRow]) -> list[str]:
+    """Without drafts a step samples one token for a request: known beforehand, so it checks the counting.
+
+    A request that was preempted may sample a token again, and a wrong answer is told anyway.
+    """
+    wrong = [
+        row
+        for row in rows
+        if row.method.startswith(_REFERENCE) and not (row.preemptions or row.mismatched)
+        if row.steps != row.out_tokens
+    ]
+    if not wrong:
+        return []
+    worst = max(wrong, key=lambda row: abs(row.steps - row.out_tokens))
+    counted = f"{worst.out_tokens} tokens in {worst.steps} steps at {agents(worst.concurrency)}"
+    return [
+        f"{worst.method} emitted {counted}, and needs a step for each: counted wrongly, please report it."
+    ]
 
 
 def _place(method: str) -> int:

@@ -11,7 +11,7 @@ from test_recordings import write
 from agentspec_runtime.bench.measure import ResultRow
 from agentspec_runtime.bench.methods import parse_method, split_methods
 from agentspec_runtime.bench.replay import ReplayPlan, replay, replay_together, separated
-from agentspec_runtime.bench.results import load_rows
+from agentspec_runtime.bench.results import load_rows, read_raw
 from agentspec_runtime.embedded import prepare_embedded_model
 from agentspec_runtime.errors import ConfigurationError
 
@@ -61,6 +61,7 @@ def test_a_replay_emits_the_recording_and_counts_every_token(tmp_path: Path) -> 
     found = {(row.method, row.concurrency): row for row in rows}
     for row in rows:
         _check_sums(row, tmp_path / "out")
+        _check_steps(tmp_path / "out" / "cells" / f"{row.method}-r0-c{row.concurrency}.json")
     assert "3" in found["agentspec", 3].batch_histogram
     ours = found["agentspec", 1]
     assert ours.tokens_per_step > 2.0
@@ -81,6 +82,20 @@ def _check_sums(row: ResultRow, out: Path) -> None:
     # A step whose draft held the end of the answer sampled no token of its own.
     assert row.out_tokens <= row.steps + row.accepted <= row.out_tokens + row.turns
     assert (out / "provenance.json").is_file()
+
+
+def _check_steps(raw_file: Path) -> None:
+    """Without a draft a step emits one token, on the real engine, which is all that plain ever does.
+
+    Replaying plain here as well would cost 50 s of processor time for its engine. What it would add is
+    asynchronous scheduling, where a step may run behind the end of an answer: test_replay_worker has that
+    step, and `doubts` checks every real replay of plain (test_report, also over all published results).
+    """
+    rows = [row for step in read_raw(raw_file)[1] for row in step.rows]
+    without = [(accepted, emitted) for drafted, accepted, emitted in rows if not drafted]
+    assert len(without) > 5
+    assert set(without) == {(0, 1)}
+    assert all(emitted - accepted in (0, 1) and accepted <= drafted for drafted, accepted, emitted in rows)
 
 
 def _check_that_nothing_is_done_twice(tmp_path: Path, model: str, methods: tuple[str, ...]) -> None:

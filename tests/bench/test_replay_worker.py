@@ -129,6 +129,16 @@ def test_drafts_behind_the_end_count_as_rejected(extension: ReplayExtension) -> 
     assert taken(extension) == [[[4, 2, 2]]]
 
 
+def test_a_step_behind_the_end_is_not_counted(extension: ReplayExtension) -> None:
+    """Asynchronous scheduling, as plain runs, has queued one more step when the end of an answer is seen."""
+    runner: Any = extension.model_runner
+    runner.add("a", [11, 12])
+    runner.add("b", [21, 22, 23])
+    for done in range(3):
+        runner.step(extension, [("a", 4, 3 + done, []), ("b", 9, 8 + done, [])])
+    assert taken(extension) == [[[0, 0, 1], [0, 0, 1]]] * 2 + [[[0, 0, 1]]]
+
+
 def test_zeros_that_no_drafter_made_are_counted_apart(extension: ReplayExtension) -> None:
     runner: Any = extension.model_runner
     runner.add("a", [11, 12, 13])

@@ -30,15 +30,20 @@ def row(method: str, concurrency: int, repeat: int, tok_s: float, **changes: obj
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
+PLAIN: dict[str, object] = {
+    "steps": 100, "tokens_per_step": 1.0, "drafted": 0, "accepted": 0, "rejected": 0, "rejected_share": 0.0,
+}  # fmt: skip
 ROWS = [
     row("agentspec", 8, 0, 30.0, turn_p99=2.4, by_block={"code": DraftCounts(drafted=100, accepted=50)},
         by_source={"corpus": DraftCounts(drafted=100, accepted=50)}),
     row("agentspec", 8, 1, 24.0, turn_p99=2.4),
     row("suffix", 8, 0, 25.0),
     row("suffix", 8, 1, 20.0),
-    row("plain", 8, 0, 20.0, drafted=0, accepted=0, rejected=0, rejected_share=0.0),
-    row("plain", 8, 1, 12.0, drafted=0, accepted=0, rejected=0, rejected_share=0.0),
+    row("plain", 8, 0, 20.0, **PLAIN),
+    row("plain", 8, 1, 12.0, **PLAIN),
 ]  # fmt: skip
+
+PUBLISHED = sorted((Path(__file__).resolve().parents[2] / "docs" / "benchmarks").rglob("results.jsonl"))
 
 
 def test_factors_are_medians_of_ratios_within_repeats() -> None:
@@ -78,6 +83,21 @@ def test_what_speaks_against_a_result_is_said(change: dict[str, object], says: s
     assert clean == []
     assert len(found) == 1
     assert says in found[0]
+
+
+@pytest.mark.parametrize("method", ["plain", "plain-sync"])
+def test_plain_that_does_not_emit_one_token_per_step_is_a_doubt(method: str) -> None:
+    rows = [*ROWS, replace(ROWS[-1], method=method, repeat=2, steps=99)]
+    [doubt] = doubts(summarise(rows), rows)
+    assert doubt.startswith(f"{method} emitted 100 tokens in 99 steps at 8 agents")
+
+
+@pytest.mark.parametrize("file", PUBLISHED, ids=lambda file: "/".join(file.parts[-3:-1]))
+def test_plain_of_every_published_result_emitted_one_token_per_step(file: Path) -> None:
+    rows = load_rows(file)
+    assert any(row.method == "plain" for row in rows)
+    assert not [doubt for doubt in doubts(summarise(rows), rows) if "counted wrongly" in doubt]
+    assert {row.mismatched for row in rows} == {0}
 
 
 def test_missing_reference_single_repeat_and_small_batches_are_doubts() -> None:

@@ -12,7 +12,8 @@ from small_tokenizer import PLAIN_TEMPLATE, save_tokenizer
 from test_tokens import save_recording
 from typer.testing import CliRunner
 
-from agentspec_runtime.bench.cli import _rate, app
+from agentspec_runtime.bench.cli import app
+from agentspec_runtime.bench.options import rate
 from agentspec_runtime.bench.recordings import file_sha256
 from agentspec_runtime.errors import ConfigurationError
 
@@ -70,12 +71,12 @@ def test_report_writes_both_files_and_names_them(folder: Path) -> None:
     assert (folder / "report.html").is_file()
 
 
-@pytest.mark.parametrize(("text", "rate"), [("closed", None), ("poisson:0.5", 0.5), ("poisson:2", 2.0)])
-def test_arrival_is_read(text: str, rate: float | None) -> None:
-    assert _rate(text) == rate
+@pytest.mark.parametrize(("text", "expected"), [("closed", None), ("poisson:0.5", 0.5), ("poisson:2", 2.0)])
+def test_arrival_is_read(text: str, expected: float | None) -> None:
+    assert rate(text) == expected
 
 
 @pytest.mark.parametrize("text", ["poisson", "poisson:0", "poisson:-1", "poisson:x", "burst:2", "closed:1"])
 def test_an_arrival_that_means_nothing_is_refused(text: str) -> None:
     with pytest.raises(ConfigurationError, match="needed closed, or poisson:RATE"):
-        _rate(text)
+        rate(text)

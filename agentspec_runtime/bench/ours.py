@@ -28,13 +28,17 @@ with the turn before it."""
 
 _REACH: Final[Mapping[str, Literal["corpus", "session", "request"]]] = {
     "agentspec": "corpus",
+    "agentspec-nohints": "corpus",
     "agentspec-session": "session",
     "agentspec-request": "request",
 }
 
 
 class OurRival:
-    """`method` names the widest text that drafts come from: corpus (default), session or request."""
+    """`method` names the widest text that drafts come from: corpus (default), session or request.
+
+    `agentspec-nohints` gets the corpus too, and is not told which requests are of one session.
+    """
 
     def __init__(
         self, method: str, threshold: float, vocabulary: TokenTable, *, use_prior: bool = True
@@ -60,7 +64,8 @@ class OurRival:
         self._req_id = req_id
         self._draft = self._draft[:0]
         self._text = [prompt_ids]
-        scope = DraftScope(namespace="bench", session=session, reach=self._reach)
+        told = session if self.method != "agentspec-nohints" else None
+        scope = DraftScope(namespace="bench", session=told, reach=self._reach)
         keys = chained_keys(prompt_ids)
         self._drafter.start(req_id, prompt_ids, scope=scope, keys=keys, block_tokens=_BLOCK_TOKENS)
         while self._drafter.work():

@@ -51,7 +51,9 @@ ORACLE_LIMIT: Final = 32
 OUR_THRESHOLDS: Final = (0.0, 0.1, 0.3, 0.5, 0.7, 0.85)
 """Least survival of a drafted slot; 0.0 drafts everything, and cut at the truth it is the oracle O1."""
 
-METHODS: Final = ("ngram", "suffix", "agentspec", "agentspec-session", "agentspec-request", "oracle")
+METHODS: Final = (
+    "ngram", "suffix", "agentspec", "agentspec-nohints", "agentspec-session", "agentspec-request", "oracle",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,16 +49,20 @@ _PATTERN_ENDS = np.cumsum([len(p) for p, _, _ in _PATTERNS]).astype(np.int64)
 _PATTERN_FROM = np.array([f for _, f, _ in _PATTERNS], np.int64)
 _PATTERN_TO = np.array([t for _, _, t in _PATTERNS], np.int64)
 _NUM_PATTERNS = len(_PATTERNS)
+_STARTS = np.zeros(256, np.bool_)
+_STARTS[[p[0] for p, _, _ in _PATTERNS]] = True
 
 # State of one answer, int32[STATE_SIZE]: block kind; backticks of the open fence (0 in code that was only
 # announced); length of the present run of backticks (-1: not at the start of a line); 1 while on the line
-# that opened the fence; 1 if a closing fence waits for its line end; then how far each pattern has matched.
+# that opened the fence; 1 if a closing fence waits for its line end; patterns that have begun to match; then
+# how far each pattern has matched.
 _KIND = 0
 _FENCE = 1
 _TICKS = 2
 _OPENING = 3
 _CLOSING = 4
-_PROGRESS = 5
+_MATCHING = 5
+_PROGRESS = 6
 STATE_SIZE: Final = _PROGRESS + _NUM_PATTERNS
 
 _FENCE_BYTES = 3
@@ -135,6 +139,10 @@ def advance_block(state, text, start, end):
             kind = _fence(state, byte)
             if kind == _CODE and state[_KIND] == _TEXT:
                 opened = _FENCE_BYTES + end - 1 - i
+        if state[_MATCHING] == 0 and not _STARTS[byte]:  # nearly every byte
+            state[_KIND] = kind
+            continue
+        state[_MATCHING] = 0
         begin = 0
         for k in range(_NUM_PATTERNS):
             size = _PATTERN_ENDS[k] - begin
@@ -152,6 +160,7 @@ def advance_block(state, text, start, end):
                     if kind != _TEXT:
                         opened = size + end - 1 - i
             state[_PROGRESS + k] = at
+            state[_MATCHING] += at > 0
             begin = _PATTERN_ENDS[k]
         state[_KIND] = kind
     return opened

@@ -45,9 +45,11 @@ __all__ = ["BatchObserved", "Drafter"]
 class BatchObserved(NamedTuple):
     """Blocks of the tokens of one step, all requests behind each other.
 
-    `kinds` int8[T] and `blocks` int32[T]; request `i` has `offsets[i]:offsets[i + 1]`, int64[R + 1].
+    `tokens` int32[T], `kinds` int8[T] and `blocks` int32[T]; request `i` has `offsets[i]:offsets[i + 1]`,
+    int64[R + 1].
     """
 
+    tokens: Int32Array
     kinds: npt.NDArray[np.int8]
     blocks: Int32Array
     offsets: Int64Array
@@ -191,7 +193,7 @@ class Drafter:
             self._take_verdicts(np.array(rows, np.int64), tokens, offsets, kinds, blocks)
         else:
             self._take_some(rows, tokens, offsets, kinds, blocks)
-        return BatchObserved(kinds, blocks, offsets)
+        return BatchObserved(tokens, kinds, blocks, offsets)
 
     # The same for one request, for tests, the simulator and readers
 

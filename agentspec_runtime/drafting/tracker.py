@@ -10,128 +10,72 @@ whole, though its first tokens (`<`, `tool`, ...) were prose until its last one 
 - A token that holds the last byte of a closing marker (of a fence: its line end) ends the block it closes.
 - Indentation before a fence is prose, and so is the token that ends the answer outside of a block.
 
-Blocks are numbered from 0 in the order in which they begin; a number may have no tokens.
+Blocks are kept as the positions at which they begin, in tokens of the answer from 0. Only the last one can
+be empty: one that begins where another has just begun takes its place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain, pairwise
 from typing import Final
 
-import numpy as np
 from numba import njit
 
-from agentspec_runtime.drafting.blocks import STATE_SIZE, advance_block, start_block
-from agentspec_runtime.drafting.draft import BlockSpan
-from agentspec_runtime.drafting.vocabulary import TokenTable
+from agentspec_runtime.drafting.blocks import advance_block, start_block
+from agentspec_runtime.drafting.draft import Int32Array, Int64Array
 
-__all__ = ["BlockTracker"]
+__all__ = ["MAX_BLOCKS", "NUM_BLOCKS", "NUM_PLACES", "follow_blocks", "start_answer"]
 
-_ROWS: Final = 64
-"""Answers that there is room for at first; it doubles."""
+MAX_BLOCKS: Final = 1_024
+"""An answer with more blocks than that puts the rest into its last one; the sums stay exact."""
 
-
-class BlockTracker:
-    """Blocks of the answers under way. Not thread-safe: one engine loop owns it."""
-
-    def __init__(self, vocabulary: TokenTable) -> None:
-        self._vocabulary = vocabulary
-        self._states = np.zeros((_ROWS, STATE_SIZE), np.int32)
-        self._numbers = np.zeros(_ROWS, np.int32)
-        self._rows: dict[str, int] = {}
-        self._free = list(range(_ROWS - 1, -1, -1))
-        self.advance((), ())  # compiles (or loads) the kernel now, and not in the step of the first answer
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def start(self, req_id: str, kind: int) -> None:
-        """An answer begins, in a block of this kind (a code of `BLOCK_KINDS`)."""
-        row = self._rows.get(req_id)
-        if row is None:
-            row = self._rows[req_id] = self._take()
-        start_block(self._states[row], kind)
-        self._numbers[row] = 0
-
-    def finish(self, req_id: str) -> None:
-        """An answer is over; unknown ids are ignored."""
-        row = self._rows.pop(req_id, None)
-        if row is not None:
-            self._free.append(row)
-
-    def advance(
-        self, req_ids: Sequence[str], new_ids: Sequence[Sequence[int]]
-    ) -> list[tuple[BlockSpan, ...]]:
-        """Blocks of the tokens that one step emitted, one tuple per request.
-
-        An answer that was not started is one block of prose.
-        """
-        offsets = np.zeros(len(req_ids) + 1, np.int64)
-        np.cumsum([len(ids) for ids in new_ids], out=offsets[1:])
-        tokens = np.fromiter(chain.from_iterable(new_ids), np.int64, int(offsets[-1]))
-        rows = np.array([self._rows.get(req_id, -1) for req_id in req_ids], np.int64)
-        kinds, blocks = np.zeros(tokens.size, np.int32), np.zeros(tokens.size, np.int32)
-        texts = self._vocabulary
-        state = (self._states, self._numbers)
-        _track_rows(*state, rows, tokens, offsets, texts.text, texts.offsets, kinds, blocks)
-        kind_list, block_list = kinds.tolist(), blocks.tolist()
-        return [_spans(kind_list[a:b], block_list[a:b]) for a, b in pairwise(offsets.tolist())]
-
-    def _take(self) -> int:
-        if not self._free:
-            size = len(self._numbers)
-            self._states = np.concatenate([self._states, np.zeros_like(self._states)])
-            self._numbers = np.concatenate([self._numbers, np.zeros_like(self._numbers)])
-            self._free = list(range(2 * size - 1, size - 1, -1))
-        return self._free.pop()
+# Place of an answer, int64[NUM_PLACES]: tokens so far; blocks so far.
+_TOKENS = 0
+NUM_BLOCKS: Final = 1
+NUM_PLACES: Final = 2
 
 
-def _spans(kinds: Sequence[int], blocks: Sequence[int]) -> tuple[BlockSpan, ...]:
-    """Runs of one block; numbers never fall within an answer."""
-    if not blocks:
-        return ()
-    if blocks[0] == blocks[-1]:
-        return (BlockSpan(blocks[0], kinds[0], len(blocks)),)
-    spans: list[BlockSpan] = []
-    for block, kind in zip(blocks, kinds, strict=True):
-        if spans and spans[-1].block == block:
-            spans[-1] = BlockSpan(block, kind, spans[-1].num_tokens + 1)
-        else:
-            spans.append(BlockSpan(block, kind, 1))
-    return tuple(spans)
+def start_answer(state: Int32Array, place: Int64Array, bounds: Int64Array, kind: int) -> None:
+    """An answer begins, in a block of this kind (a code of `BLOCK_KINDS`). See `follow_blocks`."""
+    start_block(state, kind)
+    place[:] = 0
+    place[NUM_BLOCKS] = 1
+    bounds[0] = kind
 
 
 @njit(cache=True)
-def _track_rows(states, numbers, rows, tokens, offsets, text, bounds, kinds, blocks):
-    """Block of each token; row -1 is skipped. Token `t` is `text[bounds[t]:bounds[t + 1]]`."""
-    size = bounds.size - 1
-    for a in range(rows.size):
-        r = rows[a]
-        if r < 0:
+def follow_blocks(state, place, bounds, tokens, first, last, text, ends, kinds):
+    """Follow the tokens `tokens[first:last]` of one answer; writes the kind of block of each to `kinds`.
+
+    `state` int32[STATE_SIZE], `place` int64[NUM_PLACES], `bounds` int64[MAX_BLOCKS]: four times the
+    position at which a block begins, plus its kind. Token `t` is `text[ends[t]:ends[t + 1]]`.
+    """
+    vocab_size = ends.size - 1
+    offset = place[_TOKENS] - first
+    for i in range(first, last):
+        t = tokens[i]
+        before = state[0]
+        missing = 0
+        if 0 <= t < vocab_size:
+            missing = advance_block(state, text, ends[t], ends[t + 1]) - (ends[t + 1] - ends[t])
+        after = state[0]
+        kinds[i] = before if after == 0 else after
+        if after == before:
             continue
-        state = states[r]
-        first = offsets[a]
-        for i in range(first, offsets[a + 1]):
-            t = tokens[i]
-            before = state[0]
-            missing = 0
-            if 0 <= t < size:
-                missing = advance_block(state, text, bounds[t], bounds[t + 1]) - (bounds[t + 1] - bounds[t])
-            after = state[0]
-            if after != before and after != 0:
-                # The marker's earlier tokens come along, if they are in the block before and not in one
-                # that was closed just now.
-                j = i - 1
-                while missing > 0 and j >= first and blocks[j] == numbers[r]:
-                    u = tokens[j]
-                    if 0 <= u < size:
-                        missing -= bounds[u + 1] - bounds[u]
-                    kinds[j] = after
-                    blocks[j] = numbers[r] + 1
-                    j -= 1
-                numbers[r] += 1
-            kinds[i] = before if after == 0 else after
-            blocks[i] = numbers[r]
-            if after != before and after == 0:
-                numbers[r] += 1
+        begin = i + 1 if after == 0 else i
+        if after != 0:
+            # The marker's earlier tokens come along, if they are in the block before and not in one that
+            # was closed just now.
+            low = max(first, (bounds[place[NUM_BLOCKS] - 1] >> 2) - offset)
+            while missing > 0 and begin > low:
+                begin -= 1
+                u = tokens[begin]
+                if 0 <= u < vocab_size:
+                    missing -= ends[u + 1] - ends[u]
+                kinds[begin] = after
+        num = place[NUM_BLOCKS]
+        if bounds[num - 1] >> 2 >= begin + offset:
+            bounds[num - 1] = (begin + offset) * 4 + after
+        elif num < MAX_BLOCKS:
+            bounds[num] = (begin + offset) * 4 + after
+            place[NUM_BLOCKS] = num + 1
+    place[_TOKENS] = last + offset

@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 import numpy as np
 
 from agentspec_runtime.budget import BudgetPolicy, Load, Plan, StepShape
-from agentspec_runtime.drafting import BatchDraft, Drafter, DraftScope
+from agentspec_runtime.drafting import BatchDraft, BatchObserved, Drafter, DraftScope
+from agentspec_runtime.drafting.answers import Answers, StepContext
 from agentspec_runtime.drafting.blocks import kind_code
-from agentspec_runtime.drafting.tracker import BlockTracker
 from agentspec_runtime.engine.config import EngineConfig
 from agentspec_runtime.engine.guard import Guard
-from agentspec_runtime.engine.ledger import RequestLedger, StepContext, VerdictCounts
+from agentspec_runtime.engine.ledger import RequestLedger, verdicts_of
 from agentspec_runtime.engine.request_facts import end_tokens, namespace, stop_strings, temperature_bucket
 from agentspec_runtime.engine.stop_strings import StopStrings, TokenText
 from agentspec_runtime.errors import HintError
-from agentspec_runtime.hints import HINT_VERSION, XARGS_KEY, Hint, decode_hint
-from agentspec_runtime.observe import Observer, StepReport
+from agentspec_runtime.hints import HINT_VERSION, XARGS_KEY, Hint, SegmentKind, decode_hint
+from agentspec_runtime.observe import DraftSource, Observer, StepReport, Verdict
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -41,6 +41,9 @@ _log = logging.getLogger("agentspec.engine")
 
 _LATENCY_WEIGHT: Final[Mapping[str, float]] = {"interactive": 1.5, "normal": 1.0, "batch": 0.75}
 """How much a saved token of each class is worth against a normal one."""
+
+_RECENT_STEPS: Final = 64
+"""How far the engine may run ahead of the API that finds a stop string."""
 
 _EMPTY: Final = StepShape(num_tokens=0, num_attended=0, num_requests=0)
 
@@ -57,7 +60,6 @@ class _Live:
     cap: int
     ends: tuple[int, ...]
     weight: float = 1.0
-    num_cached_tokens: int = 0
     stops: StopStrings | None = None
 
 
@@ -68,7 +70,8 @@ class _Step:
     started: float
     shape: StepShape = _EMPTY
     plan: Plan | None = None
-    sources: dict[str, list[int]] = field(default_factory=dict)
+    sources: dict[str, bytes] = field(default_factory=dict)
+    """Of each draft token, by request."""
     draft_s: float = 0.0
     num_prefill: int = 0
     num_sampling: int = 0
@@ -106,7 +109,7 @@ class Speculation:
         self._model = model
         self._structured_output = structured_output
         self._observer = observer
-        self._tracker = BlockTracker(drafter.vocabulary)
+        self._answers = Answers(drafter.vocabulary, drafter.config.num_speculative_tokens)
         self._accounts: Callable[[], None] | None = None
         self._block_tokens = block_tokens
         self._token_text = token_text
@@ -114,7 +117,7 @@ class Speculation:
         self._wall = wall
         self._live: dict[str, _Live] = {}
         self._step: _Step | None = None
-        self._pending: tuple[dict[str, list[int]], Plan | None, float] = ({}, None, 0.0)
+        self._pending: tuple[dict[str, bytes], Plan | None, float] = ({}, None, 0.0)
         self._index_s = 0.0
         self._dropped_hints = 0
         self._grammar_cut = 0
@@ -129,18 +132,13 @@ class Speculation:
         hint = self._read_hint(params.extra_args)
         session = (hint.session if hint else None) or request.session_id
         stops = stop_strings(params)
-        ledger = RequestLedger(
-            hint=hint,
-            num_prompt_tokens=len(prompt),
-            arrival_s=self._wall(),
-            can_cut=stops is not None and self._observer is not None,
-        )
+        ledger = RequestLedger(hint=hint, num_prompt_tokens=len(prompt), arrival_s=self._wall())
         cap = self._drafter.config.num_speculative_tokens
         live = _Live(request, hint, session, ledger, cap, end_tokens(params), stops=stops)
         self._live[request.request_id] = live
         begins_in = kind_code(hint.expect[0]) if hint and hint.expect else 0
         if self._observer is not None:
-            self._tell("blocks", lambda: self._tracker.start(request.request_id, begins_in))
+            self._tell("blocks", lambda: self._answers.start(request.request_id, begins_in))
         if hint is not None:
             live.weight = _LATENCY_WEIGHT[hint.latency]
             if hint.speculate != "auto":
@@ -167,35 +165,31 @@ class Speculation:
         try:
             self._drafter.finish(request.request_id, keys=request.block_hashes)
         finally:
-            self._tracker.finish(request.request_id)
-            self._report_request(live, reason)
+            if self._observer is not None:
+                self._tell("on_request", partial(self._report_request, self._observer, live, reason))
+            self._answers.finish(request.request_id)
 
-    def _report_request(self, live: _Live, reason: str) -> None:
-        observer, request = self._observer, live.request
-        if observer is None:
-            return
-        if live.stops is not None:
-            reason = self._cut_at_stop(live, live.stops, reason)
+    def _report_request(self, observer: Observer, live: _Live, reason: str) -> None:
+        request = live.request
+        num_cut = None if live.stops is None else self._num_behind_stop(live, live.stops)
         report = live.ledger.report(
+            self._answers.read(request.request_id, num_cut=num_cut or 0),
             req_id=request.request_id,
             trace_headers=request.trace_headers,
             session=live.session,
             end_s=self._wall(),
-            num_cached_tokens=live.num_cached_tokens,
             num_preemptions=request.num_preemptions,
-            finish_reason=reason,
+            finish_reason=reason if num_cut is None else "stop",
             model=self._model,
         )
-        self._tell("on_request", lambda: observer.on_request(report))
+        observer.on_request(report)
 
-    def _cut_at_stop(self, live: _Live, stops: StopStrings, reason: str) -> str:
-        """Leave out of the account what the API cut off, and give the reason that it gave."""
+    def _num_behind_stop(self, live: _Live, stops: StopStrings) -> int | None:
+        """Tokens that the API cut off behind a stop string; None where none ended the answer."""
         token_ids = live.request.output_token_ids
-        kept = stops.num_kept(token_ids, self._token_text, num_recent=live.ledger.num_recent)
-        if kept is None:
-            return reason
-        live.ledger.cut(len(token_ids) - kept)
-        return "stop"
+        recent = self._answers.num_recent(live.request.request_id, _RECENT_STEPS)
+        kept = stops.num_kept(token_ids, self._token_text, num_recent=recent)
+        return None if kept is None else len(token_ids) - kept
 
     def _read_hint(self, extra_args: Mapping[str, object] | None) -> Hint | None:
         if not self._config.hints or not extra_args or XARGS_KEY not in extra_args:
@@ -267,9 +261,9 @@ class Speculation:
         batch.cut_before([live.ends for live in decoding])
         return batch
 
-    def _set_drafts(self, decoding: Sequence[_Live], batch: BatchDraft, plan: Plan) -> dict[str, list[int]]:
+    def _set_drafts(self, decoding: Sequence[_Live], batch: BatchDraft, plan: Plan) -> dict[str, bytes]:
         """Place the drafts of a plan; returns the sources of their tokens by request."""
-        placed: list[tuple[Request, list[int], list[int]]] = []
+        placed: list[tuple[Request, list[int], bytes]] = []
         for i in np.flatnonzero(plan.lengths):
             request = decoding[i].request
             ids: list[int] = batch.token_ids[i, : plan.lengths[i]].tolist()
@@ -278,7 +272,7 @@ class Speculation:
                 self._grammar_cut += len(ids) - len(allowed)
                 ids = allowed
             if ids:
-                placed.append((request, ids, batch.sources[i, : len(ids)].tolist()))
+                placed.append((request, ids, batch.sources[i, : len(ids)].tobytes()))
         # Nothing can fail from here on: no draft is placed that the accounts do not know of.
         for request, ids, _ in placed:
             request.spec_token_ids = ids
@@ -318,7 +312,7 @@ class Speculation:
                 now = now or self._wall()
                 live.ledger.scheduled_s = now
                 if request.prefill_stats is not None:  # vLLM takes it away with the first token
-                    live.num_cached_tokens = int(request.prefill_stats.num_cached_tokens)
+                    live.ledger.num_cached_tokens = int(request.prefill_stats.num_cached_tokens)
         shape = StepShape(
             num_tokens=output.total_num_scheduled_tokens,
             num_attended=attended,
@@ -360,11 +354,11 @@ class Speculation:
                     new_ids.append(output.new_token_ids)
                 if output.finish_reason is not None and output.request_id not in requests:
                     ended.append((output.request_id, str(output.finish_reason)))
-        self._drafter.observe_batch(req_ids, new_ids)
+        observed = self._drafter.observe_batch(req_ids, new_ids)
         if self._observer is not None:
             self._keep_accounts()
             wall = self._wall()
-            self._accounts = lambda: self._account(step, duration, wall, req_ids, new_ids, sampled)
+            self._accounts = lambda: self._account(step, duration, wall, req_ids, observed, sampled)
         for req_id, reason in ended:
             live = self._live.get(req_id)
             if live is not None:
@@ -386,25 +380,16 @@ class Speculation:
         duration: float,
         wall: float,
         req_ids: Sequence[str],
-        new_ids: Sequence[Sequence[int]],
+        observed: BatchObserved,
         sampled: Mapping[str, int],
     ) -> None:
-        """Enter what a step did into the ledgers of its requests, and report it."""
-        totals = VerdictCounts()
-        context = StepContext(
-            end_s=wall,
-            duration_s=duration,
-            batch=step.num_sampling,
-            budget=sum(map(len, step.sources.values())),
+        """Enter what a step did into the accounts of its requests, and report it."""
+        num_drafted = sum(map(len, step.sources.values()))
+        context = StepContext(end_s=wall, duration_s=duration, batch=step.num_sampling, budget=num_drafted)
+        totals = self._answers.add_step(
+            req_ids, observed.tokens, observed.offsets, context, step.sources, sampled
         )
-        blocks = self._tracker.advance(req_ids, new_ids)
-        for req_id, tokens, spans in zip(req_ids, new_ids, blocks, strict=True):
-            sources = step.sources.get(req_id, [])
-            verified = max(sampled.get(req_id, 1) - 1, 0) if sources else 0
-            accepted = min(verified, len(tokens), len(sources))
-            ledger = self._live[req_id].ledger
-            ledger.add_step(spans, sources, accepted, verified - accepted, context, totals)
-        self._report_step(step, duration, totals)
+        self._report_step(step, duration, num_drafted, verdicts_of(totals) if num_drafted else {})
 
     def abandon(self, outputs: Mapping[int, EngineCoreOutputs], requests: Mapping[str, Request]) -> None:
         """Verdicts of a step could not be taken in: its requests, of whose text something may be missing
@@ -420,14 +405,20 @@ class Speculation:
                 if output.finish_reason is not None and output.request_id not in requests:
                     self.finish(live.request, str(output.finish_reason))
 
-    def _report_step(self, step: _Step, duration: float, totals: VerdictCounts) -> None:
+    def _report_step(
+        self,
+        step: _Step,
+        duration: float,
+        num_drafted: int,
+        verdicts: Mapping[tuple[SegmentKind, DraftSource], Verdict],
+    ) -> None:
         observer, plan = self._observer, step.plan
         if observer is None:
             return
         report = StepReport(
             num_sampling=step.num_sampling,
             num_prefill_tokens=step.num_prefill,
-            num_draft_tokens=sum(map(len, step.sources.values())),
+            num_draft_tokens=num_drafted,
             num_waiting=step.num_waiting,
             price=plan.price if plan else 0.0,
             predicted_s=plan.predicted_s if plan else 0.0,
@@ -438,7 +429,7 @@ class Speculation:
             grammar_cut=self._grammar_cut,
             dropped_hints=self._dropped_hints,
             internal_errors=self._guard.errors + self._tell.errors,
-            verdicts=totals.verdicts(),
+            verdicts=verdicts,
         )
         self._grammar_cut = 0
         self._tell("on_step", lambda: observer.on_step(report))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 
 from agentspec_runtime.drafting import Drafter, DraftingConfig, DraftScope
-from agentspec_runtime.drafting.tracker import BlockTracker
+from agentspec_runtime.drafting.answers import Answers
 from agentspec_runtime.engine.token_table import build_token_table
 from agentspec_runtime.errors import ConfigurationError
 
@@ -32,7 +32,7 @@ def warm_up(drafter: Drafter) -> None:
 
 
 def _call_all(drafter: Drafter) -> None:
-    BlockTracker(drafter.vocabulary)
+    Answers(drafter.vocabulary, drafter.config.num_speculative_tokens)
     scope = DraftScope(namespace="warm-up", session="warm-up")
     tokens = [1, 2, 3, 4, 5, 6, 7, 8] * 8
     for round_number in range(2):

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from drafting_support import begin, make_drafter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentspec_runtime.drafting import BLOCK_KINDS, BlockSpan, TokenTable
+from agentspec_runtime.drafting import BLOCK_KINDS, TokenTable
+from agentspec_runtime.drafting.answers import Answers, StepContext
 from agentspec_runtime.drafting.blocks import kind_code
-from agentspec_runtime.drafting.tracker import BlockTracker
 
 PIECES = (
     *("Hello", " ", "\n", "```", "`", "``", "py", "x=1", "\n```", "{}", "<tool_call>", "</tool_call>"),
@@ -26,19 +27,26 @@ def tokens(pieces: Sequence[str]) -> list[int]:
     return [PIECES.index(piece) for piece in pieces]
 
 
+def emit(answers: Answers, **new_ids: Sequence[int]) -> None:
+    """One step, without drafts."""
+    ids = [token for tokens in new_ids.values() for token in tokens]
+    offsets = np.cumsum([0, *map(len, new_ids.values())])
+    step = StepContext(end_s=1.0, duration_s=0.1, batch=len(new_ids), budget=0)
+    answers.add_step(list(new_ids), np.array(ids, np.int32), offsets, step)
+
+
+def told(answers: Answers, req_id: str) -> list[tuple[int, int]]:
+    """Kind and number of tokens of each block."""
+    return [(block.kind, block.num_tokens) for block in answers.read(req_id).blocks]
+
+
 def blocks_of(*steps: Sequence[str], kind: str = "text") -> str:
     """Kind of each token as one letter, a stroke between blocks, of an answer that came in these steps."""
-    tracker = BlockTracker(VOCABULARY)
-    tracker.start("r", kind_code(kind))
-    out, last = "", -1
+    answers = Answers(VOCABULARY, 8)
+    answers.start("r", kind_code(kind))
     for step in steps:
-        (spans,) = tracker.advance(["r"], [tokens(step)])
-        assert sum(span.num_tokens for span in spans) == len(step)
-        for span in spans:
-            assert span.block >= last, "numbers never fall"
-            out += "|" * (out != "" and span.block != last) + NAMES[span.kind] * span.num_tokens
-            last = span.block
-    return out
+        emit(answers, r=tokens(step))
+    return "|".join(NAMES[kind] * num_tokens for kind, num_tokens in told(answers, "r"))
 
 
 def one_each(pieces: Sequence[str]) -> list[list[str]]:
@@ -101,52 +109,54 @@ def test_it_says_what_the_drafter_says_but_for_markers(answer: list[str], cuts: 
     """
     drafter = make_drafter(vocabulary=VOCABULARY)
     begin(drafter, "r", [0])
-    tracker = BlockTracker(VOCABULARY)
-    tracker.start("r", 0)
+    answers = Answers(VOCABULARY, 8)
+    answers.start("r", 0)
     bounds = sorted({min(cut, len(answer)) for cut in cuts} | {0, len(answer)})
-    told: list[tuple[int, int]] = []
     plain: list[tuple[int, int]] = []
     for start, end in pairwise(bounds):
         step = tokens(answer[start:end])
-        for spans, out in (
-            (tracker.advance(["r"], [step])[0], told),
-            (drafter.observe("r", step, 0).spans, plain),
-        ):
-            for span in spans:
-                out += [(span.block, span.kind)] * span.num_tokens
-    assert len(told) == len(plain) == len(answer)
-    assert [block for block, _ in told] == sorted(block for block, _ in told)
-    for (block, kind), (block_before, kind_before) in zip(told, plain, strict=True):
-        assert (block, kind) == (block_before, kind_before) or (block == block_before + 1 and kind != 0)
+        emit(answers, r=step)
+        for span in drafter.observe("r", step, 0).spans:
+            plain += [(span.block, span.kind)] * span.num_tokens
+    ours = [kind for kind, num_tokens in told(answers, "r") for _ in range(num_tokens)]
+    assert len(ours) == len(plain) == len(answer)
+    follows = dict(reversed(plain))
+    for kind, (block, kind_before) in zip(ours, plain, strict=True):
+        assert kind == kind_before or (kind == follows[block + 1] and kind != 0)
 
 
 def test_answers_do_not_mix_and_rows_are_used_again() -> None:
     """Two hundred answers, each with a block of its own, in one step each; ids come back fresh."""
-    tracker = BlockTracker(VOCABULARY)
+    answers = Answers(VOCABULARY, 8)
     names = [f"r{i}" for i in range(200)]
     for i, name in enumerate(names):
-        tracker.start(name, i % len(BLOCK_KINDS))
+        answers.start(name, i % len(BLOCK_KINDS))
     hello = tokens(["Hello"])
-    assert tracker.advance(names, [hello] * 200) == [
-        (BlockSpan(0, i % len(BLOCK_KINDS), 1),) for i in range(200)
-    ]
-    assert tracker.advance(names[::3], [tokens(["<tool_call>"])] * 67)[0] == (BlockSpan(1, 2, 1),)
+    emit(answers, **dict.fromkeys(names, hello))
+    assert [told(answers, name) for name in names] == [[(i % len(BLOCK_KINDS), 1)] for i in range(200)]
+    emit(answers, **dict.fromkeys(names[::4], tokens(["<tool_call>"])))
+    assert told(answers, "r0") == told(answers, "r196") == [(0, 1), (2, 1)]
+    assert told(answers, "r1") == [(1, 1)]
     for name in names:
-        tracker.finish(name)
-        tracker.finish(name)
-    assert len(tracker) == 0
-    tracker.start("r0", 0)
-    tracker.start("r0", 0)
-    assert len(tracker) == 1
-    assert tracker.advance(["r0"], [hello]) == [(BlockSpan(0, 0, 1),)]
+        answers.finish(name)
+        answers.finish(name)
+    assert len(answers) == 0
+    answers.start("r0", 0)
+    answers.start("r0", 0)
+    assert len(answers) == 1
+    emit(answers, r0=hello)
+    assert told(answers, "r0") == [(0, 1)]
 
 
 def test_what_is_not_known_is_prose() -> None:
     """An answer that was not started, ids outside of the vocabulary, a step without tokens."""
-    tracker = BlockTracker(VOCABULARY)
-    tracker.start("r", 1)
-    assert tracker.advance(["ghost", "r"], [tokens(["<tool_call>", "{}"]), []]) == [(BlockSpan(0, 0, 2),), ()]
-    assert tracker.advance(["r"], [[-1, 10**9]]) == [(BlockSpan(0, 1, 2),)]
-    opaque = BlockTracker(TokenTable.opaque(8))
+    answers = Answers(VOCABULARY, 8)
+    answers.start("r", 1)
+    emit(answers, ghost=tokens(["Hello", "{}"]), r=[])
+    assert (told(answers, "ghost"), told(answers, "r")) == ([(0, 2)], [])
+    emit(answers, r=[-1, 10**9])
+    assert told(answers, "r") == [(1, 2)]
+    opaque = Answers(TokenTable.opaque(8), 8)
     opaque.start("r", 0)
-    assert opaque.advance(["r"], [[1, 2, 3]]) == [(BlockSpan(0, 0, 3),)]
+    emit(opaque, r=[1, 2, 3])
+    assert told(opaque, "r") == [(0, 3)]

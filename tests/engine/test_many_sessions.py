@@ -124,7 +124,7 @@ def check_tables(engine: ScriptedEngine) -> None:
     config = drafter.config
     assert not speculation._live
     assert len(drafter) == 0
-    assert len(speculation._tracker) == 0
+    assert len(speculation._answers) == 0
     assert not drafter._requests._intake
     assert len(drafter._rows.fields) == config.max_requests, "more rows were made than run at once"
     assert len(memory.namespaces) <= config.max_namespaces

@@ -16,9 +16,8 @@ pytest.importorskip("vllm", reason="needs vLLM: pip install 'agentspec-runtime[v
 from scripted_engine import BLOCK_SIZE, EOS, VOCAB, Recorder, ScriptedEngine, write_model_config
 
 from agentspec_runtime.drafting import TokenTable
-from agentspec_runtime.drafting.tracker import BlockTracker
+from agentspec_runtime.drafting.answers import Answers
 from agentspec_runtime.engine.config import EngineConfig
-from agentspec_runtime.engine.ledger import RequestLedger
 from agentspec_runtime.errors import ConfigurationError
 from agentspec_runtime.hints import Hint, MessageMark
 from agentspec_runtime.observe import DraftSource, RequestReport
@@ -221,7 +220,7 @@ def engine_with_markers(model: Path, **options: Any) -> ScriptedEngine:
     engine = ScriptedEngine(model, **options)
     texts = [b"x"] * VOCAB
     texts[OPEN], texts[CLOSE] = b"<tool_call>", b"</tool_call>"
-    engine.scheduler._speculation._tracker = BlockTracker(TokenTable(texts))
+    engine.scheduler._speculation._answers = Answers(TokenTable(texts), 8)
     return engine
 
 
@@ -240,19 +239,18 @@ def test_blocks_are_told_whether_anything_is_drafted_or_not(model: Path, off: st
     assert told == {"r": [("text", 9), ("tool_call", 23), ("text", 6)], "announced": [("code", 21)]}
     drafted = sum(sum(report.per_step_drafted) for report in recorder.requests)
     assert (drafted > 0) == (off == "never")
-    assert len(engine.scheduler._speculation._tracker) == 0
+    assert len(engine.scheduler._speculation._answers) == 0
 
 
 def test_nothing_is_accounted_where_nobody_asks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Telemetry off: no block is followed and no ledger written."""
+    """Telemetry off: no block is followed and no account kept."""
 
     def forbidden(*_: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(RequestLedger, "add_step", forbidden)
     engine = ScriptedEngine(model, config=settings(speculate="off"))
-    monkeypatch.setattr(engine.scheduler._speculation._tracker, "advance", forbidden)
-    monkeypatch.setattr(engine.scheduler._speculation._tracker, "start", forbidden)
+    for method in ("start", "add_step", "read"):
+        monkeypatch.setattr(engine.scheduler._speculation._answers, method, forbidden)
     engine.add("r", TEXT * 2, TEXT)
     engine.run()
     assert engine.answers["r"].tokens == [*TEXT, EOS]
@@ -572,10 +570,10 @@ def test_shutdown_closes_the_observer_once(model: Path) -> None:
 
 def test_warm_up_compiles_before_the_first_request(model: Path) -> None:
     """FR-16: every kernel has been called with the types of real use, and little memory was taken."""
-    from agentspec_runtime.drafting import tracker, walk
+    from agentspec_runtime.drafting import answers, walk
 
     engine = ScriptedEngine(model, observer=Recorder())
-    kernels = (walk.draft_rows, walk.observe_rows, tracker._track_rows)
+    kernels = (walk.draft_rows, walk.observe_rows, answers._add_step, answers._read_log)
     compiled = [len(kernel.signatures) for kernel in kernels]
     assert min(compiled) > 0
     assert engine.scheduler._speculation._drafter.memory_bytes == 0

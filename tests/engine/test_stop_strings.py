@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentspec_runtime.drafting import BlockSpan
-from agentspec_runtime.engine.ledger import RequestLedger, StepContext, VerdictCounts
+from agentspec_runtime.drafting import TokenTable
+from agentspec_runtime.drafting.answers import Answers, StepContext
+from agentspec_runtime.engine.ledger import RequestLedger
 from agentspec_runtime.engine.stop_strings import StopStrings
 
 TOKENS = ("", "a", "b", "ab", "ba", "c", "é", "\n\n")
@@ -49,22 +51,20 @@ def test_only_recent_tokens_can_complete_it_older_ones_can_begin_it() -> None:
     assert stops.num_kept([1, 5, 3, 2], text_of, num_recent=1) is None
 
 
-def span(block: int, kind: int, num_tokens: int) -> BlockSpan:
-    return BlockSpan(block=block, kind=kind, num_tokens=num_tokens)
-
-
 @pytest.mark.parametrize("num_tokens", range(9))
 def test_a_cut_keeps_every_sum(num_tokens: int) -> None:
     """Tokens go, accepted drafts among them become discarded, drafted and steps stay."""
-    ledger = RequestLedger(hint=None, num_prompt_tokens=5, arrival_s=1.0, can_cut=True)
-    totals = VerdictCounts()
-    ledger.add_step([span(0, 0, 3)], [0, 0, 1], 2, 0, STEP, totals)
-    ledger.add_step([span(0, 0, 2), span(1, 1, 3)], [0, 0, 0, 2, 2], 4, 0, STEP, totals)
-    assert ledger.num_recent == 8
-    ledger.cut(num_tokens)
-    report = ledger.report(
-        req_id="r", trace_headers=None, session=None, end_s=11.0, num_cached_tokens=0, num_preemptions=0,
-        finish_reason="stop", model="m",
+    answers = Answers(TokenTable([b"x", b"<think>"]), 8)
+    offsets = np.array([0, 3])
+    answers.add_step(["r"], np.zeros(3, np.int32), offsets, STEP, {"r": bytes([0, 0, 1])}, {"r": 3})
+    second, offsets = np.array([0, 0, 1, 0, 0], np.int32), np.array([0, 5])
+    answers.add_step(["r"], second, offsets, STEP, {"r": bytes([0, 0, 0, 2, 2])}, {"r": 5})
+    assert [answers.num_recent("r", n) for n in (1, 2, 64)] == [5, 8, 8]
+    assert answers.num_recent("unknown", 64) == 0
+    report = RequestLedger(hint=None, num_prompt_tokens=5, arrival_s=1.0).report(
+        answers.read("r", num_cut=num_tokens),
+        req_id="r", trace_headers=None, session=None, end_s=11.0, num_preemptions=0, finish_reason="stop",
+        model="m",
     )  # fmt: skip
     verdicts = [verdict for block in report.blocks for verdict in block.verdicts.values()]
     accepted = sum(verdict.accepted for verdict in verdicts)

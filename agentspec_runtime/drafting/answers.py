@@ -1,0 +1,393 @@
+"""Accounts of the answers under way: the block of each token, what was drafted, what became of it.
+
+A step enters all of its answers with one compiled call (`Answers.add_step`), and what a person reads is made
+once, when an answer ends (`Answers.read`). Until then an answer is a row of flat arrays: where its blocks
+begin (`tracker.py`), and a line for each step, or several where a draft was copied from several sources.
+Who is charged with what is decided when it is read, token by token:
+
+- A draft token that was accepted belongs to the block it was emitted in; what was not accepted is charged
+  to the block in which the draft ended.
+- A step counts for the block of its first token.
+
+A row has room for some lines; the full ones move to arrays of their own answer, so memory goes with it. An
+answer has no more steps than tokens, and a line is smaller than what an engine keeps of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from agentspec_runtime.drafting.blocks import STATE_SIZE
+from agentspec_runtime.drafting.draft import BLOCK_KINDS, SOURCES, Int32Array, Int64Array
+from agentspec_runtime.drafting.tracker import MAX_BLOCKS, NUM_BLOCKS, NUM_PLACES, follow_blocks, start_answer
+from agentspec_runtime.drafting.vocabulary import TokenTable
+
+__all__ = ["AnswerAccount", "Answers", "BlockAccount", "StepContext"]
+
+Float64Array: TypeAlias = npt.NDArray[np.float64]
+
+_ROWS: Final = 64
+"""Answers that there is room for at first; it doubles."""
+_LINES: Final = 96
+"""Lines of a row, beside the room for one more step: every 96 steps an answer's lines are moved."""
+
+# A line. Of the first of a step: emitted tokens; run of draft tokens of one source; accepted and discarded
+# tokens of the whole draft; requests and draft tokens of the whole step. Of the others only the run.
+_TOKENS = 0
+_DRAFTED = 1
+_SOURCE = 2
+_ACCEPTED = 3
+_DISCARDED = 4
+_BATCH = 5
+_BUDGET = 6
+_LINE_SIZE: Final = 7
+_GOES_ON = -1
+"""In place of emitted tokens: another run of the same step's draft."""
+
+# A block that is being read: tokens, steps, number of its first step, sums over its steps, and from `_CELLS`
+# on drafted, accepted, discarded by source.
+_STEPS = 1
+_FIRST_STEP = 2
+_SUM_BATCH = 3
+_SUM_BUDGET = 4
+_CELLS = 5
+_NUM_SOURCES: Final = len(SOURCES)
+_BLOCK_SIZE: Final = _CELLS + 3 * _NUM_SOURCES
+
+_NO_IDS: Int64Array = np.zeros(0, np.int64)
+_NO_SOURCES: npt.NDArray[np.int8] = np.zeros(0, np.int8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepContext:
+    """What all requests of a step share. Seconds since the epoch, seconds, requests, tokens."""
+
+    end_s: float
+    duration_s: float
+    batch: int
+    budget: int
+
+
+class BlockAccount(NamedTuple):
+    """One block of an answer. `kind` is a code of `BLOCK_KINDS`.
+
+    `batch` and `budget` are sums over its `num_steps` steps, the first of which is step `first_step` of the
+    answer. `verdicts[source]`: tokens drafted, accepted, discarded. `end_s`: of the last step that emitted
+    a token of it, in seconds since the epoch.
+    """
+
+    kind: int
+    num_tokens: int
+    num_steps: int
+    first_step: int
+    batch: int
+    budget: int
+    verdicts: tuple[tuple[int, int, int], ...]
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerAccount:
+    """An answer as far as it has come. Arrays have an entry per step.
+
+    `drafted` and `accepted` int32[S] in tokens; `duration_s` float64[S]; `first_end_s`: end of the first
+    step in seconds since the epoch, 0.0 without one.
+    """
+
+    num_tokens: int
+    blocks: tuple[BlockAccount, ...]
+    drafted: Int32Array
+    accepted: Int32Array
+    duration_s: Float64Array
+    first_end_s: float
+
+
+class _RowArrays(NamedTuple):
+    """N rows: `state` int32[N, STATE_SIZE], `place` int64[N, NUM_PLACES], `bounds` int64[N, MAX_BLOCKS],
+    `num_lines` int64[N], `lines` int32[N, L, _LINE_SIZE], `times` float64[N, L, 2]: end and duration.
+    """
+
+    state: Int32Array
+    place: Int64Array
+    bounds: Int64Array
+    num_lines: Int64Array
+    lines: Int32Array
+    times: Float64Array
+
+
+class Answers:
+    """See the module docstring. Not thread-safe: one engine loop owns it.
+
+    `max_draft`: longest draft of one request and step, in tokens.
+    """
+
+    def __init__(self, vocabulary: TokenTable, max_draft: int) -> None:
+        self._vocabulary = vocabulary
+        self._limit = _LINES
+        num_lines = _LINES + max(max_draft, 1)
+        self._arrays = _RowArrays(
+            state=np.zeros((_ROWS, STATE_SIZE), np.int32),
+            place=np.zeros((_ROWS, NUM_PLACES), np.int64),
+            bounds=np.zeros((_ROWS, MAX_BLOCKS), np.int64),
+            num_lines=np.zeros(_ROWS, np.int64),
+            lines=np.zeros((_ROWS, num_lines, _LINE_SIZE), np.int32),
+            times=np.zeros((_ROWS, num_lines, 2), np.float64),
+        )
+        self._rows: dict[str, int] = {}
+        self._moved: dict[int, list[tuple[Int32Array, Float64Array]]] = {}
+        self._free = list(range(_ROWS - 1, -1, -1))
+        self._compile()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def start(self, req_id: str, kind: int) -> None:
+        """An answer begins, in a block of this kind (a code of `BLOCK_KINDS`)."""
+        self.finish(req_id)
+        self._begin(req_id, kind)
+
+    def finish(self, req_id: str) -> None:
+        """An answer is over and its account forgotten; unknown ids are ignored."""
+        row = self._rows.pop(req_id, None)
+        if row is not None:
+            self._moved.pop(row, None)
+            self._free.append(row)
+
+    def add_step(
+        self,
+        req_ids: Sequence[str],
+        tokens: Int32Array,
+        offsets: Int64Array,
+        step: StepContext,
+        sources: Mapping[str, bytes] = {},
+        sampled: Mapping[str, int] = {},
+    ) -> Int64Array:
+        """Enter one step. Returns its sums, int64[kinds, sources, 3]: drafted, accepted, discarded.
+
+        Answer `i` emitted `tokens[offsets[i]:offsets[i + 1]]`, stop handling done. `sources`: of each draft
+        token, as bytes (codes of `SOURCES`). `sampled`: tokens that the worker returned before stop
+        handling; 1 where it is not told. An answer that was not started begins as prose.
+        """
+        try:
+            rows = np.fromiter(map(self._rows.__getitem__, req_ids), np.int64, len(req_ids))
+        except KeyError:
+            rows = np.array([self._row_of(req_id) for req_id in req_ids], np.int64)
+        totals = np.zeros((len(BLOCK_KINDS), _NUM_SOURCES, 3), np.int64)
+        if sources:
+            drafts = [sources.get(req_id, b"") for req_id in req_ids]
+            num_drafted = np.fromiter(map(len, drafts), np.int64, len(drafts))
+            # Of a bytearray, because that of bytes is read-only: another type, to compile anew for.
+            codes = np.frombuffer(bytearray().join(drafts), np.int8)
+            num_sampled = np.array([sampled.get(req_id, 1) for req_id in req_ids], np.int64)
+        else:
+            num_drafted, codes, num_sampled = _NO_IDS, _NO_SOURCES, _NO_IDS
+        texts = self._vocabulary
+        num_full = _add_step(
+            self._arrays, rows, tokens, offsets, texts.text, texts.offsets, codes, num_drafted, num_sampled,
+            float(step.end_s), float(step.duration_s), step.batch, step.budget, self._limit, totals,
+        )  # fmt: skip
+        if num_full:
+            self._move_lines(rows)
+        return totals
+
+    def num_recent(self, req_id: str, num_steps: int) -> int:
+        """Tokens that the last steps of an answer emitted, at most so many steps."""
+        row = self._rows.get(req_id)
+        if row is None:
+            return 0
+        emitted = self._log(row)[0][:, _TOKENS]
+        return int(emitted[emitted >= 0][-num_steps:].sum())
+
+    def read(self, req_id: str, *, num_cut: int = 0) -> AnswerAccount:
+        """The account of an answer; of an unknown one, that of an answer without a step.
+
+        `num_cut`: so many of its last tokens lie behind its end and are left out. Their steps were run and
+        stay counted; accepted draft tokens among them become discarded.
+        """
+        row = self._rows.get(req_id)
+        if row is None:
+            lines, times, bounds = _EMPTY_LOG
+        else:
+            lines, times = self._log(row)
+            bounds = self._arrays.bounds[row, : self._arrays.place[row, NUM_BLOCKS]]
+        emitted = lines[:, _TOKENS]
+        is_step = emitted >= 0
+        num_tokens = int(emitted[is_step].sum())
+        kept = max(num_tokens - num_cut, 0)
+        num_blocks = len(bounds) - int(bounds[-1] >> 2 >= num_tokens)
+        table = np.zeros((num_blocks, _BLOCK_SIZE), np.int64)
+        ends = np.zeros(num_blocks)
+        drafted, accepted = np.zeros((2, int(is_step.sum())), np.int32)
+        _read_log(lines, times, bounds, kept, table, ends, drafted, accepted)
+        return AnswerAccount(
+            num_tokens=kept,
+            blocks=tuple(map(_block, bounds.tolist(), table.tolist(), ends.tolist())),
+            drafted=drafted,
+            accepted=accepted,
+            duration_s=times[is_step, 1],
+            first_end_s=float(times[0, 0]) if len(times) else 0.0,
+        )
+
+    # Internals
+
+    def _compile(self) -> None:
+        """Compile the kernels (or load them) now, and not in the step of the first answer."""
+        step = StepContext(end_s=0.0, duration_s=0.0, batch=0, budget=0)
+        self.add_step((), np.zeros(0, np.int32), np.zeros(1, np.int64), step)
+        self.read("")
+
+    def _row_of(self, req_id: str) -> int:
+        row = self._rows.get(req_id)
+        return self._begin(req_id, 0) if row is None else row
+
+    def _begin(self, req_id: str, kind: int) -> int:
+        if not self._free:
+            num = len(self._arrays.num_lines)
+            self._arrays = _RowArrays._make(
+                np.concatenate([part, np.zeros_like(part)]) for part in self._arrays
+            )
+            self._free = list(range(2 * num - 1, num - 1, -1))
+        row = self._rows[req_id] = self._free.pop()
+        arrays = self._arrays
+        start_answer(arrays.state[row], arrays.place[row], arrays.bounds[row], kind)
+        arrays.num_lines[row] = 0
+        return row
+
+    def _log(self, row: int) -> tuple[Int32Array, Float64Array]:
+        """All lines of an answer."""
+        num = self._arrays.num_lines[row]
+        lines, times = self._arrays.lines[row, :num], self._arrays.times[row, :num]
+        if row not in self._moved:
+            return lines, times
+        moved = self._moved[row]
+        return (
+            np.concatenate([*(part for part, _ in moved), lines]),
+            np.concatenate([*(part for _, part in moved), times]),
+        )
+
+    def _move_lines(self, rows: Int64Array) -> None:
+        """Make room in the rows that are full."""
+        arrays = self._arrays
+        for row in rows[arrays.num_lines[rows] >= self._limit].tolist():
+            num = arrays.num_lines[row]
+            part = (arrays.lines[row, :num].copy(), arrays.times[row, :num].copy())
+            self._moved.setdefault(row, []).append(part)
+            arrays.num_lines[row] = 0
+
+
+_EMPTY_LOG: Final = (
+    np.zeros((0, _LINE_SIZE), np.int32),
+    np.zeros((0, 2), np.float64),
+    np.zeros(1, np.int64),
+)
+
+
+def _block(bound: int, counts: Sequence[int], end_s: float) -> BlockAccount:
+    num_tokens, num_steps, first_step, batch, budget, *cells = counts
+    by_source = iter(cells)
+    verdicts = tuple(zip(by_source, by_source, by_source, strict=True))
+    return BlockAccount(bound & 3, num_tokens, num_steps, first_step, batch, budget, verdicts, end_s)
+
+
+@njit(cache=True)
+def _add_step(
+    arrays, rows, tokens, offsets, text, ends, codes, num_drafted, num_sampled,
+    end_s, duration_s, batch, budget, limit, totals,
+):  # fmt: skip
+    """See `Answers.add_step`; returns how many rows have to be moved. Without drafts `codes` is empty."""
+    kinds = np.empty(tokens.size, np.int8)
+    num_full = 0
+    drafts_end = 0
+    for a in range(rows.size):
+        drafts_begin = drafts_end
+        if codes.size:
+            drafts_end += num_drafted[a]
+        first, last = offsets[a], offsets[a + 1]
+        if first == last:
+            continue
+        r = rows[a]
+        follow_blocks(
+            arrays.state[r], arrays.place[r], arrays.bounds[r], tokens, first, last, text, ends, kinds
+        )
+        num = arrays.num_lines[r]
+        line = arrays.lines[r, num]
+        line[:] = 0
+        line[_TOKENS] = last - first
+        line[_BATCH] = batch
+        line[_BUDGET] = budget
+        arrays.times[r, num, 0] = end_s
+        arrays.times[r, num, 1] = duration_s
+        num += 1
+        if codes.size:
+            draft = codes[drafts_begin:drafts_end]
+            verified = min(max(num_sampled[a] - 1, 0), draft.size)
+            accepted = min(verified, last - first)
+            line[_ACCEPTED] = accepted
+            line[_DISCARDED] = verified - accepted
+            for i in range(draft.size):
+                source = draft[i]
+                cell = totals[kinds[min(first + i, last - 1)], source]
+                cell[0] += 1
+                cell[1] += i < accepted
+                cell[2] += accepted <= i < verified
+                if line[_DRAFTED] == 0:
+                    line[_SOURCE] = source
+                elif line[_SOURCE] != source and num < arrays.lines.shape[1]:
+                    line = arrays.lines[r, num]
+                    line[:] = 0
+                    line[_TOKENS] = _GOES_ON
+                    line[_SOURCE] = source
+                    num += 1
+                line[_DRAFTED] += 1
+        arrays.num_lines[r] = num
+        num_full += num >= limit
+    return num_full
+
+
+@njit(cache=True)
+def _read_log(lines, times, bounds, kept, table, ends, drafted, accepted):
+    """Charge every token of an answer to its block and step; see `Answers.read`."""
+    position = 0
+    step = 0
+    b = 0
+    at = 0
+    while at < lines.shape[0]:
+        num = lines[at, _TOKENS]
+        verified = lines[at, _ACCEPTED] + lines[at, _DISCARDED]
+        good = min(lines[at, _ACCEPTED], max(kept - position, 0))
+        run = at
+        left = lines[run, _DRAFTED]
+        i = 0
+        while i < num or left > 0:
+            if i < num:
+                while b + 1 < table.shape[0] and bounds[b + 1] >> 2 <= position + i:
+                    b += 1
+                table[b, _TOKENS] += position + i < kept
+                ends[b] = times[at, 0]
+            if i == 0:
+                if table[b, _STEPS] == 0:
+                    table[b, _FIRST_STEP] = step
+                table[b, _STEPS] += 1
+                table[b, _SUM_BATCH] += lines[at, _BATCH]
+                table[b, _SUM_BUDGET] += lines[at, _BUDGET]
+            if left > 0:
+                cell = _CELLS + 3 * lines[run, _SOURCE]
+                table[b, cell] += 1
+                table[b, cell + 1] += i < good
+                table[b, cell + 2] += good <= i < verified
+                drafted[step] += 1
+                left -= 1
+                if left == 0 and run + 1 < lines.shape[0] and lines[run + 1, _TOKENS] == _GOES_ON:
+                    run += 1
+                    left = lines[run, _DRAFTED]
+            i += 1
+        accepted[step] = good
+        position += num
+        step += 1
+        at = run + 1

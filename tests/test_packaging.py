@@ -18,6 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 DATA = [
     "agentspec_runtime/py.typed",
+    "agentspec_runtime/bench/data/demo_agents.jsonl",
     "agentspec_runtime/embedded/chat_template.jinja",
 ]
 

@@ -21,6 +21,7 @@ app = typer.Typer(
 app.command()(offline_commands.simulate)
 app.command()(offline_commands.plot)
 app.command()(engine_commands.replay)
+app.command("gpu-check", help=engine_commands.GPU_CHECK_HELP)(engine_commands.gpu_check)
 app.command()(engine_commands.calibrate)
 app.command()(engine_commands.live)
 app.command()(offline_commands.report)

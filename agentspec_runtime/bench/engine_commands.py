@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -25,10 +27,39 @@ from agentspec_runtime.bench.options import (
     names,
     rate,
 )
+from agentspec_runtime.errors import ConfigurationError
 
-__all__ = ["calibrate", "live", "replay"]
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from agentspec_runtime.bench.gpu_check import CheckResult
+
+__all__ = ["GPU_CHECK_HELP", "calibrate", "gpu_check", "live", "replay"]
 
 _ALL_REPLAYED: Final = "plain,plain-sync,ngram,suffix,agentspec,agentspec-nohints,agentspec-nobudget"
+
+
+GPU_CHECK_HELP: Final = (
+    "Put our claim to the test on your GPU, in about ten minutes: at no load slower than plain vLLM.\n\n"
+    "Replays agent runs through the real engine with plain vLLM (asynchronous scheduling, CUDA graphs), "
+    "agentspec, suffix decoding (where arctic-inference is installed) and n-gram drafting; many agents "
+    "come first, one comes last. All methods emit the same recorded text, so that equal work is compared; "
+    "the model computes every step in full.\n\n"
+    "Prints tok/s and its factor over plain, P99 of a turn, the share of drafts that were rejected and "
+    "tokens per step; then whether agentspec was at least 0.98x of plain everywhere. Leaves what 'bench "
+    "replay' leaves: results.jsonl, provenance.json, raw cells; and the report. Exit code 0 whatever the "
+    "verdict, 1 when an engine fails or answers are wrong.\n\n"
+    "We have not run it on a GPU so far. If it says anything but what we claim, please send us the folder."
+    "\n\n[bold]agentspec bench gpu-check Qwen/Qwen3-8B --traces my-agents.jsonl.gz[/bold]"
+    "\n\n[bold]agentspec bench gpu-check --device cpu --eager[/bold]"
+)
+
+
+class Device(StrEnum):
+    """Values of gpu-check --device."""
+
+    GPU = "gpu"
+    CPU = "cpu"
 
 
 def replay(
@@ -69,7 +100,8 @@ def replay(
     from agentspec_runtime.bench import tables
     from agentspec_runtime.bench.methods import split_methods
     from agentspec_runtime.bench.progress import shown_progress
-    from agentspec_runtime.bench.replay import ReplayPlan, replay_together, separated
+    from agentspec_runtime.bench.replay import replay_together
+    from agentspec_runtime.bench.replay_plan import ReplayPlan, separated
 
     shown = console()
     plan = ReplayPlan(
@@ -97,6 +129,104 @@ def replay(
         if own := [row for row in rows if row.workload == part.workload]:
             shown.print(tables.replayed(own))
         shown.print(f"Results: {part.out / 'results.jsonl'}. Next: agentspec bench report {part.out}")
+
+
+def gpu_check(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="Model directory or hub name: the one that you serve. Default: the embedded 135M model, "
+            "whose steps are so short on a GPU that the host decides."
+        ),
+    ] = None,
+    more_traces: MoreTraces = None,
+    traces: Annotated[
+        list[Path] | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="Recordings of yours: FILE... Default: the small ones that ship with this package, repeated "
+            "until there are enough for the load, without reuse between copies.",
+        ),
+    ] = None,
+    minutes: Annotated[
+        float, typer.Option(min=0.1, help="Time for everything; what does not fit is named, not run.")
+    ] = 10.0,
+    concurrency: Annotated[
+        str | None, typer.Option(help="Agents at the same time. Default: 1,8,32,64; on a CPU 1,4.")
+    ] = None,
+    device: Annotated[
+        Device, typer.Option(help="cpu rehearses on a machine without a GPU, as small as can be.")
+    ] = Device.GPU,
+    out: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Folder of the results; an old one is continued.")
+    ] = None,
+    repeat: Annotated[int, typer.Option(min=1, help="Repeats, for a spread; give more --minutes.")] = 1,
+    max_turns: Annotated[
+        int | None, typer.Option(min=1, help="Only the first turns of each run. Default: 8; on a CPU 2.")
+    ] = None,
+    max_model_len: Annotated[int, typer.Option(min=64, help="Context limit for all methods.")] = 8192,
+    chat_template: TemplateOption = None,
+    eager: EagerOption = False,
+    dtype: DtypeOption = "auto",
+    kv_cache_gib: KvCacheOption = None,
+    engine_arg: EngineArgOption = None,
+) -> None:
+    """Put our claim to the test on your GPU, in about ten minutes; `GPU_CHECK_HELP` says more."""
+    from agentspec_runtime.bench.gpu_check import (
+        OWN_RECORDINGS,
+        CheckPlan,
+        prepare,
+        require_device,
+        run_check,
+    )
+    from agentspec_runtime.bench.progress import shown_progress
+
+    if model is not None and Path(model).is_file():
+        raise ConfigurationError(f"{model!r} is a file, not a model: gpu-check MODEL --traces FILE...")
+    require_device(device.value)
+    rehearsal = device is Device.CPU
+    sizes = concurrency or ("1,4" if rehearsal else "1,8,32,64")
+    shown = console()
+    chosen = model or embedded_model(shown.print)
+    check = prepare(
+        CheckPlan(
+            model=chosen,
+            out=out or Path(f"gpu-check-{Path(chosen).name}-{datetime.now():%Y%m%d-%H%M%S}"),
+            files=(*(traces or ()), *(more_traces or ())) or (OWN_RECORDINGS,),
+            concurrency=tuple(int(size) for size in names(sizes)),
+            minutes=minutes,
+            repeat=repeat,
+            max_turns=max_turns or (2 if rehearsal else 8),
+            max_model_len=max_model_len,
+            chat_template=chat_template,
+            rehearsal=rehearsal,
+            engine=engine_arguments(
+                eager=eager, dtype=dtype, kv_cache_gib=kv_cache_gib, extra=engine_arg or []
+            ),
+        )
+    )
+    for remark in check.remarks:
+        shown.print(remark, highlight=False)
+    with shown_progress() as show:
+        result = run_check(check, show)
+    _show_check(shown, result, check.replay.out)
+    raise typer.Exit(result.exit_code)
+
+
+def _show_check(shown: Console, result: CheckResult, out: Path) -> None:
+    from agentspec_runtime.bench import tables
+    from agentspec_runtime.bench.report import write_report
+
+    if result.cells:
+        shown.print(tables.checked(result.cells))
+    for sentence in (result.judgement.sentence, *result.sentences):
+        shown.print(sentence, highlight=False)
+    if result.cells:
+        html, _ = write_report(out)
+        shown.print(f"Results: {out / 'results.jsonl'}. Report: {html}", highlight=False)
+    if result.failed:
+        typer.echo(result.failed, err=True)
 
 
 def calibrate(

@@ -33,6 +33,8 @@ class Call:
     turn: int
     prompt_ids: Sequence[int]
     output_ids: Sequence[int]
+    copy: int = 0
+    """Number of the copy that the agent run is (`TokenTrajectory`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +114,7 @@ async def run_load(
                 turn=number,
                 prompt_ids=request.prompt_ids.tolist(),
                 output_ids=request.output_ids.tolist(),
+                copy=trajectory.copy,
             )
             record = await _run_turn(engine, call, due_s, clock)
             cell.turns.append(record)

@@ -18,62 +18,35 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, cast
 
 from agentspec_runtime.bench.engine_process import engine_events
 from agentspec_runtime.bench.measure import CellKey, ResultRow
 from agentspec_runtime.bench.methods import Method, parse_method
+from agentspec_runtime.bench.pace import Pace
 from agentspec_runtime.bench.provenance import collect_provenance
 from agentspec_runtime.bench.replay_engine import CellJob, Job, select_trajectories, sums_file
+from agentspec_runtime.bench.replay_plan import ReplayPlan, check_folders, check_plan, mode_of, notes_of
 from agentspec_runtime.bench.results import finished_cells, measure_raw
 from agentspec_runtime.bench.scheduler_records import read_scheduler_records
+from agentspec_runtime.bench.tokens import TokenTrajectory
 from agentspec_runtime.engine.args import JsonValue
 from agentspec_runtime.engine.compat import on_cpu
-from agentspec_runtime.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from agentspec_runtime.bench.limits import Limits
 
-__all__ = ["Progress", "ReplayPlan", "replay", "replay_together", "separated"]
+__all__ = [
+    "EngineEvents",
+    "Progress",
+    "recorded_trajectories",
+    "replay",
+    "replay_together",
+]
 
 _RECORDING_SCHEDULER: Final = "agentspec_runtime.bench.replay_scheduler.RecordingScheduler"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayPlan:
-    """What to replay. `trajectories` has one entry, or one per concurrency; None takes all."""
-
-    files: tuple[Path, ...]
-    model: str
-    out: Path
-    methods: tuple[str, ...]
-    concurrency: tuple[int, ...]
-    trajectories: tuple[int | None, ...] = (None,)
-    repeat: int = 1
-    max_turns: int | None = None
-    max_model_len: int = 8192
-    part: Literal["all", "tune", "test"] = "all"
-    rate_per_s: float | None = None
-    honour_waits: bool = True
-    reuse: bool = True
-    seed: int = 0
-    chat_template: Path | None = None
-    engine: Mapping[str, JsonValue] = field(default_factory=dict)
-
-    @property
-    def workload(self) -> str:
-        """Name of what is replayed, from the files."""
-        return "+".join(_stem(file) for file in self.files)
-
-    def trajectories_at(self, index: int) -> int | None:
-        """Number of trajectories at the concurrency with this index."""
-        return self.trajectories[index if len(self.trajectories) > 1 else 0]
-
-
-def _stem(file: Path) -> str:
-    return file.name.split(".")[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,27 +64,47 @@ class Progress:
     row: ResultRow | None = None
 
 
-def replay(plan: ReplayPlan, report: Callable[[Progress], None] = lambda _progress: None) -> list[ResultRow]:
+EngineEvents = Callable[[Path, Path, Mapping[str, str]], Iterator[Mapping[str, JsonValue]]]
+"""Runs the job of a file in an engine process and tells its events: `engine_events`, or a scripted one."""
+
+
+def replay(
+    plan: ReplayPlan,
+    report: Callable[[Progress], None] = lambda _progress: None,
+    *,
+    pace: Pace | None = None,
+    engines: EngineEvents = engine_events,
+) -> list[ResultRow]:
     """Run a plan; rows of this run in the order in which they were measured.
+
+    Args:
+        plan: what to run.
+        report: told of everything that happens.
+        pace: asked before each engine which of its cells are run; None runs all.
+        engines: what runs a job.
 
     Raises:
         ConfigurationError: settings that do not fit.
         RecordingError: a recording that cannot be read.
         ServerError: an engine process ended early; everything measured before is in the results file.
     """
-    return replay_together([plan], report)
+    return replay_together([plan], report, pace=pace, engines=engines)
 
 
 def replay_together(
-    plans: Sequence[ReplayPlan], report: Callable[[Progress], None] = lambda _progress: None
+    plans: Sequence[ReplayPlan],
+    report: Callable[[Progress], None] = lambda _progress: None,
+    *,
+    pace: Pace | None = None,
+    engines: EngineEvents = engine_events,
 ) -> list[ResultRow]:
     """Run plans that differ only in their recordings and folders, in the same engine processes.
 
-    Raises: as `replay`.
+    Arguments and errors are those of `replay`.
     """
     for plan in plans:
-        _check(plan)
-    _check_folders(plans)
+        check_plan(plan)
+    check_folders(plans)
     common = plans[0]
     methods = [parse_method(label, reuse=common.reuse, cpu=on_cpu()) for label in common.methods]
     for plan in plans:
@@ -119,7 +112,7 @@ def replay_together(
     rows: list[ResultRow] = []
     for repeat in range(common.repeat):
         for method in methods if repeat % 2 == 0 else reversed(methods):
-            for plan, row in _run_method(plans, method, repeat, report):
+            for plan, row in _run_method(plans, method, repeat, report, pace, engines):
                 with (plan.out / "results.jsonl").open("a", encoding="utf-8") as results:
                     results.write(json.dumps(asdict(row)) + "\n")
                 rows.append(row)
@@ -128,9 +121,16 @@ def replay_together(
     return rows
 
 
-def separated(plan: ReplayPlan) -> list[ReplayPlan]:
-    """The plan once per recording, each with a folder of its own, for `replay_together`."""
-    return [replace(plan, files=(file,), out=plan.out / _stem(file)) for file in plan.files]
+def recorded_trajectories(plan: ReplayPlan, count: int | None = None) -> list[TokenTrajectory]:
+    """The first `count` trajectories of a plan (None: all that fit the context limit), copies left out.
+
+    Raises:
+        RecordingError: a recording that cannot be read, or that the chat template refuses.
+        ConfigurationError: the model has no usable tokenizer or template.
+    """
+    job = _job(plan, engine={}, hints=False, reuse=True, records=None, cells=[])
+    cell = _cell(plan, 0, repeat=0, stem="recorded", folder=plan.out)
+    return select_trajectories(job, replace(cell, trajectories=count, copies=False))
 
 
 def _write_provenance(plan: ReplayPlan, methods: Sequence[Method]) -> None:
@@ -139,7 +139,7 @@ def _write_provenance(plan: ReplayPlan, methods: Sequence[Method]) -> None:
         files=plan.files,
         seeds=[plan.seed + repeat for repeat in range(plan.repeat)],
         engine={method.label: {**plan.engine, **method.engine} for method in methods},
-        notes=_notes(plan),
+        notes=notes_of(plan),
     )
     text = json.dumps(asdict(provenance), indent=1, default=str)
     (plan.out / "provenance.json").write_text(text + "\n", encoding="utf-8")
@@ -151,15 +151,13 @@ def _write_limits(plan: ReplayPlan) -> None:
 
     if read_limits(plan.out / "limits.json"):
         return
-    job = _job(plan, engine={}, hints=False, reuse=True, records=None, cells=[])
     by_count: dict[int | None, Limits] = {}
     limits = []
     for index, concurrency in enumerate(plan.concurrency):
-        cell = _cell(plan, index, repeat=0, stem="limits", folder=plan.out)
-        if cell.trajectories not in by_count:
-            chosen = select_trajectories(job, cell)
-            by_count[cell.trajectories] = compute_limits(concurrency, chosen, plan.model)
-        limits.append(replace(by_count[cell.trajectories], concurrency=concurrency))
+        count = plan.trajectories_at(index)
+        if count not in by_count:
+            by_count[count] = compute_limits(concurrency, recorded_trajectories(plan, count), plan.model)
+        limits.append(replace(by_count[count], concurrency=concurrency))
     write_limits(plan.out / "limits.json", limits)
 
 
@@ -171,6 +169,7 @@ def _job(
     reuse: bool,
     records: Path | None,
     cells: list[CellJob],
+    until_s: float | None = None,
 ) -> Job:
     return Job(
         engine={**plan.engine, **engine},
@@ -181,6 +180,7 @@ def _job(
         reuse=reuse,
         records_file=str(records) if records else None,
         cells=cells,
+        until_s=until_s,
     )
 
 
@@ -198,62 +198,17 @@ def _cell(plan: ReplayPlan, index: int, *, repeat: int, stem: str, folder: Path)
         # Not the same in two runs: a server-wide store of an earlier run cannot warm this one.
         salt=f"bench-{plan.workload}-{stem}-c{concurrency}-{os.getpid()}"[-128:],
         raw_file=str(folder / f"{stem}-c{concurrency}.json"),
+        copies=plan.copies,
     )
 
 
-def _check(plan: ReplayPlan) -> None:
-    if not plan.files:
-        raise ConfigurationError("no recording given: --traces FILE...")
-    if not plan.concurrency or min(plan.concurrency) < (0 if plan.rate_per_s else 1):
-        raise ConfigurationError(f"--concurrency needs numbers from 1, got {list(plan.concurrency)}")
-    if len(plan.trajectories) not in (1, len(plan.concurrency)):
-        raise ConfigurationError(
-            f"--trajectories takes one number, or one per concurrency ({len(plan.concurrency)}), "
-            f"got {len(plan.trajectories)}"
-        )
-    if len(set(plan.methods)) != len(plan.methods):
-        raise ConfigurationError("a method is named twice in --methods")
-    for file in plan.files:
-        if not file.is_file():
-            raise ConfigurationError(f"{file}: no such file")
-
-
-def _check_folders(plans: Sequence[ReplayPlan]) -> None:
-    """Recordings in one folder would take each other's results for their own, and share a cache salt."""
-    first: dict[str, ReplayPlan] = {}
-    for plan in plans:
-        before = first.setdefault(plan.workload, plan)
-        if before is not plan:
-            ours, other = (", ".join(map(str, one.files)) for one in (plan, before))
-            raise ConfigurationError(
-                f"--separate: {other} and {ours} have the same name, {plan.workload!r}, and would share one "
-                "folder of results: rename one of them, or replay them one after the other"
-            )
-
-
-def _notes(plan: ReplayPlan) -> dict[str, str | int | float | bool | None]:
-    return {
-        "model": Path(plan.model).name,
-        "mode": _mode(plan),
-        "part": plan.part,
-        "max_model_len": plan.max_model_len,
-        "max_turns": plan.max_turns,
-        "session_reuse": plan.reuse,
-        "waits": plan.honour_waits,
-        "trajectories": ",".join(str(count) for count in plan.trajectories),
-        "forced": "recorded output of the same length for all methods; temperature 0; end token included",
-    }
-
-
-def _mode(plan: ReplayPlan) -> str:
-    if plan.rate_per_s is None:
-        return "closed loop"
-    capped = "capped " if max(plan.concurrency) > 0 else ""
-    return f"{capped}open loop, {plan.rate_per_s:g}/s"
-
-
 def _run_method(
-    plans: Sequence[ReplayPlan], method: Method, repeat: int, report: Callable[[Progress], None]
+    plans: Sequence[ReplayPlan],
+    method: Method,
+    repeat: int,
+    report: Callable[[Progress], None],
+    pace: Pace | None,
+    engines: EngineEvents,
 ) -> Iterator[tuple[ReplayPlan, ResultRow]]:
     """One engine process; a row whenever one of its cells is over."""
     common = plans[0]
@@ -262,6 +217,11 @@ def _run_method(
         (plan, _cell(plan, i, repeat=repeat, stem=stem, folder=f))
         for plan, i, f in _todo(plans, method, repeat)
     ]
+    grant = (
+        pace.grant(method.label, repeat, [cell.concurrency for _, cell in todo]) if pace and todo else None
+    )
+    if grant is not None:
+        todo = [(plan, cell) for plan, cell in todo if cell.concurrency in grant.concurrency]
     if not todo:
         return
     folder = _cells_folder(common)
@@ -273,11 +233,12 @@ def _run_method(
         reuse=method.reuse,
         records=records,
         cells=[cell for _, cell in todo],
+        until_s=grant.until if grant else None,
     )
     job_file = folder / f"{stem}.job.json"
     job_file.write_text(json.dumps(asdict(job)), encoding="utf-8")
     report(Progress(method=method.label, repeat=repeat, workload="", event="start"))
-    for event in engine_events(job_file, common.out / f"{stem}.log", method.environment):
+    for event in engines(job_file, common.out / f"{stem}.log", method.environment):
         plan, cell = todo[number] if isinstance(number := event.get("cell"), int) else (common, None)
         shown = _progress(method.label, repeat, plan.workload, cell, event)
         if event["event"] == "cell" and cell is not None:
@@ -308,7 +269,7 @@ def _row(plan: ReplayPlan, method: Method, repeat: int, cell: CellJob) -> Result
         concurrency=cell.concurrency,
         repeat=repeat,
         workload=plan.workload,
-        mode=_mode(plan),
+        mode=mode_of(plan),
     )
     raw_file = Path(cell.raw_file)
     sums = read_scheduler_records(sums_file(raw_file)) if method.ours else None

@@ -17,7 +17,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypedDict, cast
@@ -34,7 +34,19 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
-__all__ = ["CellJob", "Job", "PeriodicLoad", "RawCell", "main", "select_trajectories", "sums_file"]
+__all__ = [
+    "CellJob",
+    "Job",
+    "PeriodicLoad",
+    "RawCell",
+    "cells_in_time",
+    "main",
+    "salt_of",
+    "select_trajectories",
+    "sums_file",
+    "with_copies",
+    "write_cell",
+]
 
 EXTENSION: Final = "agentspec_runtime.bench.replay_worker.ReplayExtension"
 
@@ -70,12 +82,16 @@ class CellJob:
     seed: int
     salt: str
     raw_file: str
+    copies: bool = False
     periodic: PeriodicLoad | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """All that one engine process needs. `engine` holds keyword arguments of vLLM's AsyncEngineArgs."""
+    """All that one engine process needs. `engine` holds keyword arguments of vLLM's AsyncEngineArgs.
+
+    `until_s` is a time on the clock of `time.time`: no cell but the first begins later. None: no limit.
+    """
 
     engine: dict[str, JsonValue]
     model: str
@@ -85,6 +101,7 @@ class Job:
     reuse: bool
     records_file: str | None
     cells: list[CellJob]
+    until_s: float | None = None
 
     @staticmethod
     def load(path: Path) -> Job:
@@ -118,7 +135,10 @@ class _Engine(Protocol):
 
 
 def select_trajectories(job: Job, cell: CellJob) -> list[TokenTrajectory]:
-    """Trajectories of a cell in file order, taken in turn from its files, at most so many as it asks for."""
+    """Trajectories of a cell in file order, taken in turn from its files, as many as it asks for.
+
+    Fewer where the recordings hold no more, unless the cell takes copies.
+    """
     from agentspec_runtime.bench.simulate import select_part
 
     template = Path(job.chat_template) if job.chat_template else None
@@ -130,7 +150,36 @@ def select_trajectories(job: Job, cell: CellJob) -> list[TokenTrajectory]:
     mixed = [
         runs[index] for index in range(max(map(len, per_file))) for runs in per_file if index < len(runs)
     ]
+    if cell.copies and cell.trajectories is not None:
+        return with_copies(mixed, cell.trajectories)
     return mixed[: cell.trajectories]
+
+
+def with_copies(trajectories: Sequence[TokenTrajectory], count: int) -> list[TokenTrajectory]:
+    """So many trajectories: the given ones, then copies of all of them, and again.
+
+    A copy has an id of its own, hence is another session, and its requests carry another cache salt than
+    those of any other copy (`salt_of`). So it finds neither its prompts in the prefix cache nor its answers
+    in draft memory: it costs what a stranger of the same length costs.
+    """
+    copies: list[TokenTrajectory] = []
+    while trajectories and len(copies) < count:
+        number = len(copies) // len(trajectories)
+        copies += [replace(t, id=f"{t.id}~{number}", copy=number) if number else t for t in trajectories]
+    return copies[:count]
+
+
+def salt_of(cell: CellJob, copy: int) -> str:
+    """Cache salt of the requests of a cell; copies of trajectories have their own."""
+    return f"{cell.salt}~{copy}" if copy else cell.salt
+
+
+def cells_in_time(job: Job, clock: Callable[[], float] = time.time) -> Iterator[tuple[int, CellJob]]:
+    """Cells of a job with their numbers, until its time is up; the first in any case."""
+    for number, cell in enumerate(job.cells):
+        if number and job.until_s is not None and clock() >= job.until_s:
+            return
+        yield number, cell
 
 
 def _cell_trajectories(job: Job, cell: CellJob) -> list[TokenTrajectory]:
@@ -174,7 +223,8 @@ class _VllmReplay:
         from vllm.inputs import TokensPrompt
 
         self._count += 1
-        prompt = TokensPrompt(prompt_token_ids=list(call.prompt_ids), cache_salt=self._cell.salt)
+        salt = salt_of(self._cell, call.copy)
+        prompt = TokensPrompt(prompt_token_ids=list(call.prompt_ids), cache_salt=salt)
         request_id = f"{self._cell.salt}-{self._count}"
         async for output in self._engine.generate(prompt, self._params(call), request_id):
             tokens: Sequence[int] = output.outputs[0].token_ids
@@ -217,7 +267,7 @@ async def _run(job: Job, tell: Callable[[dict[str, object]], None]) -> None:
         await engine.collective_rpc("replay_install")
         await _warm_up(engine, job)
         tell({"event": "ready", "seconds": round(time.perf_counter() - started, 1)})
-        for number, cell in enumerate(job.cells):
+        for number, cell in cells_in_time(job):
             await _run_cell(engine, job, cell, number, tell)
     finally:
         engine.shutdown()
@@ -245,7 +295,7 @@ async def _run_cell(
         on_turn=lambda turn: tell({"event": "turn", "cell": number, "tokens": turn.out_tokens}),
     )
     [steps, *_] = await cast("_Engine", engine).collective_rpc("replay_take")
-    _write_cell(Path(cell.raw_file), load, json.loads(steps))
+    write_cell(Path(cell.raw_file), load, json.loads(steps))
     if records is not None:  # a copy: the next cell may have emptied the file before the parent reads it
         shutil.copyfile(records, sums_file(Path(cell.raw_file)))
     tell({"event": "cell", "cell": number})
@@ -270,7 +320,8 @@ async def _warm_up(engine: AsyncLLM, job: Job) -> None:
     await asyncio.gather(*(once() for _ in range(3)))
 
 
-def _write_cell(path: Path, load: CellLoad, steps: list[list[object]]) -> None:
+def write_cell(path: Path, load: CellLoad, steps: list[list[object]]) -> None:
+    """Write the raw record of a cell, whole or not at all."""
     raw = RawCell(
         begin_s=load.begin_s, end_s=load.end_s, turns=[asdict(turn) for turn in load.turns], steps=steps
     )

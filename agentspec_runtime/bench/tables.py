@@ -11,11 +11,12 @@ from rich.table import Table
 from agentspec_runtime.bench.costs import GoodputRow
 from agentspec_runtime.bench.measure import ResultRow
 from agentspec_runtime.bench.simulate import WorkloadResult
+from agentspec_runtime.bench.summary import CellSummary
 
 if TYPE_CHECKING:
     from agentspec_runtime.bench.live import LiveRow
 
-__all__ = ["goodput", "lived", "replayed", "simulated"]
+__all__ = ["checked", "goodput", "lived", "replayed", "simulated"]
 
 
 def simulated(result: WorkloadResult) -> Table:
@@ -118,6 +119,35 @@ def replayed(rows: Sequence[ResultRow]) -> Table:
             str(row.mismatched),
         )
     return table
+
+
+def checked(cells: Sequence[CellSummary]) -> Table:
+    """Methods side by side at every load, one line per method and concurrency."""
+    table = Table(title="Check", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("agents", justify="right")
+    table.add_column("method")
+    for heading in ("tok/s", "of plain", "turn P99 s", "rejected", "tokens/step"):
+        table.add_column(heading, justify="right")
+    for concurrency in sorted({cell.concurrency for cell in cells}):
+        table.add_section()
+        for cell in (cell for cell in cells if cell.concurrency == concurrency):
+            table.add_row(
+                str(cell.concurrency),
+                cell.method,
+                f"{cell.tok_s:.1f}",
+                _factor(cell),
+                _number(cell.turn_p99, 2),
+                f"{cell.rejected_share:.0%}" if cell.drafted_per_token else "-",
+                f"{cell.tokens_per_step:.2f}",
+            )
+    return table
+
+
+def _factor(cell: CellSummary) -> str:
+    if cell.speedup is None:
+        return "-"
+    low, high = cell.speedup_range or (cell.speedup, cell.speedup)
+    return f"{cell.speedup:.2f}x" + (f" ({low:.2f} to {high:.2f})" if cell.repeats > 1 else "")
 
 
 def lived(rows: Sequence[LiveRow]) -> Table:

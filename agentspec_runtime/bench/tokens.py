@@ -41,7 +41,7 @@ class TokenRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenTrajectory:
-    """One agent run as tokens. Fields are those of `Recording`."""
+    """One agent run as tokens. Fields are those of `Recording`; `copy` numbers the copies of one, from 1."""
 
     id: str
     group: str
@@ -49,6 +49,7 @@ class TokenTrajectory:
     model: str
     fidelity: str
     requests: tuple[TokenRequest, ...]
+    copy: int = 0
 
     @property
     def num_output_tokens(self) -> int:

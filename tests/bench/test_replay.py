@@ -10,7 +10,8 @@ from test_recordings import write
 
 from agentspec_runtime.bench.measure import ResultRow
 from agentspec_runtime.bench.methods import parse_method, split_methods
-from agentspec_runtime.bench.replay import ReplayPlan, replay, replay_together, separated
+from agentspec_runtime.bench.replay import replay, replay_together
+from agentspec_runtime.bench.replay_plan import ReplayPlan, separated
 from agentspec_runtime.bench.results import load_rows, read_raw
 from agentspec_runtime.embedded import prepare_embedded_model
 from agentspec_runtime.errors import ConfigurationError

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from agentspec_runtime.bench.gpu_check import OWN_RECORDINGS
 from agentspec_runtime.bench.recordings import read_recordings
 
-FOLDER = Path(__file__).resolve().parents[1] / "recordings"
+FOLDER = OWN_RECORDINGS.parent
 FILES = sorted(path for path in FOLDER.iterdir() if path.suffix in (".jsonl", ".gz"))
 
 

@@ -28,10 +28,9 @@ __all__ = [
 SESSION_HEADER: Final = "X-Session-ID"
 """vLLM's own session header; routers use it to keep a session on one replica."""
 
-_WINDOW: Final = 96
-"""Newest messages that are looked at for marks, so that the cost of a call does not grow with its history."""
-_MAX_MARKS: Final = 32
-"""Newest of them that are marked: 1.5 KB of hint. What is older was marked in earlier turns."""
+_WINDOW: Final = 32
+"""Newest messages that are looked at for marks, so that the cost of a call does not grow with its history (a
+message takes 2 us) and marks take 1.5 KB of hint at most. What is older was marked in earlier turns."""
 
 
 def build_hint(
@@ -106,8 +105,7 @@ def find_marks(
                 run = _repeated(message.get("content"), results) if results else None
                 if run is not None:
                     found.append((index, run.kind, _call_id(run.call_id)))
-    newest = found[-_MAX_MARKS:]
-    return tuple(MessageMark(index=index, kind=kind, call_id=call_id) for index, kind, call_id in newest)
+    return tuple(MessageMark(index=index, kind=kind, call_id=call_id) for index, kind, call_id in found)
 
 
 def _call_id(value: object) -> str | None:

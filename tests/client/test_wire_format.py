@@ -35,7 +35,7 @@ def test_a_long_history_is_looked_at_from_its_end() -> None:
     turns = [HISTORY[1:3]] * 200
     history = [message for turn in turns for message in turn]
     marks = wire.find_marks(history, kinds={"read_file": "file"}, results={})
-    assert [mark.index for mark in marks] == list(range(400 - 63, 400, 2))
+    assert [mark.index for mark in marks] == list(range(400 - 31, 400, 2))
 
 
 @pytest.mark.parametrize(

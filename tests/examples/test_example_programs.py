@@ -259,6 +259,40 @@ def test_the_agents_sdk_calls_the_tool_and_answers(serve: Callable[..., MockVLLM
     assert server.requests[0].body["tool_choice"] == "required"
 
 
+def test_the_pydantic_ai_agent_calls_the_tool_and_answers(serve: Callable[..., MockVLLM]) -> None:
+    pytest.importorskip("pydantic_ai")
+
+    def shop(request: RecordedRequest) -> Reply:
+        if request.body["messages"][-1]["role"] == "tool":
+            return reply(f"It costs {last_text(request)}.")
+        return reply(tool_calls=[ToolCall("price_of", {"item": last_text(request).split()[3]})])
+
+    server = serve(shop)
+    output = run("pydantic_ai_agent.py", server.url)
+    assert "It costs 12 euros." in output
+    assert GAIN.search(output).group(1) == "6"  # type: ignore[union-attr]
+    assert {(r.hint.session, r.hint.agent) for r in server.requests if r.hint} == {("shop", "shop")}
+
+
+def test_the_dspy_program_reports_answers_and_their_absence(serve: Callable[..., MockVLLM]) -> None:
+    pytest.importorskip("dspy")
+
+    def hours(request: RecordedRequest) -> Reply:
+        if "library" in last_text(request):
+            return reply("At ten, I think.")
+        return reply(
+            "[[ ## reasoning ## ]]\nIt says so.\n\n[[ ## answer ## ]]\nat seven\n\n[[ ## completed ## ]]"
+        )
+
+    server = serve(hours)
+    output = run("dspy_program.py", server.url, LITELLM_LOCAL_MODEL_COST_MAP="True")
+    assert output.count("    at seven\n") == 2
+    assert "(no answer in the form" in output
+    assert {(r.hint.session, r.hint.agent) for r in server.requests if r.hint} == {
+        ("opening-hours", "ChainOfThought")
+    }
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(EXAMPLES)))
 def test_every_example_tells_how_it_is_run(path: Path) -> None:
     text = path.read_text(encoding="utf-8")

@@ -17,15 +17,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from agentspec_runtime.drafting.blocks import STATE_SIZE
+from agentspec_runtime.drafting.blocks import STATE_SIZE, plain_tokens
 from agentspec_runtime.drafting.draft import BLOCK_KINDS, SOURCES, Int32Array, Int64Array
-from agentspec_runtime.drafting.tracker import MAX_BLOCKS, NUM_BLOCKS, NUM_PLACES, follow_blocks, start_answer
+from agentspec_runtime.drafting.tracker import (
+    MAX_BLOCKS,
+    NUM_BLOCKS,
+    NUM_PLACES,
+    NUM_TOKENS,
+    follow_blocks,
+    start_answer,
+)
 from agentspec_runtime.drafting.vocabulary import TokenTable
 
 __all__ = ["AnswerAccount", "Answers", "BlockAccount", "StepContext"]
@@ -60,6 +68,8 @@ _CELLS = 5
 _NUM_SOURCES: Final = len(SOURCES)
 _BLOCK_SIZE: Final = _CELLS + 3 * _NUM_SOURCES
 
+_BETWEEN: Final = b"\xff"
+"""Behind the sources of a draft: no code of `SOURCES`."""
 _NO_IDS: Int64Array = np.zeros(0, np.int64)
 _NO_SOURCES: npt.NDArray[np.int8] = np.zeros(0, np.int8)
 
@@ -128,8 +138,7 @@ class Answers:
     """
 
     def __init__(self, vocabulary: TokenTable, max_draft: int) -> None:
-        self._vocabulary = vocabulary
-        self._limit = _LINES
+        self._texts = (vocabulary.text, vocabulary.offsets, plain_tokens(vocabulary.text, vocabulary.offsets))
         num_lines = _LINES + max(max_draft, 1)
         self._arrays = _RowArrays(
             state=np.zeros((_ROWS, STATE_SIZE), np.int32),
@@ -142,6 +151,8 @@ class Answers:
         self._rows: dict[str, int] = {}
         self._moved: dict[int, list[tuple[Int32Array, Float64Array]]] = {}
         self._free = list(range(_ROWS - 1, -1, -1))
+        self._last_ids: list[str] | None = None
+        self._last_rows = _NO_IDS
         self._compile()
 
     def __len__(self) -> int:
@@ -158,6 +169,7 @@ class Answers:
         if row is not None:
             self._moved.pop(row, None)
             self._free.append(row)
+            self._last_ids = None
 
     def add_step(
         self,
@@ -173,24 +185,29 @@ class Answers:
         Answer `i` emitted `tokens[offsets[i]:offsets[i + 1]]`, stop handling done. `sources`: of each draft
         token, as bytes (codes of `SOURCES`). `sampled`: tokens that the worker returned before stop
         handling; 1 where it is not told. An answer that was not started begins as prose.
+
+        Raises:
+            ValueError: the lengths do not fit; nothing was entered.
         """
-        try:
-            rows = np.fromiter(map(self._rows.__getitem__, req_ids), np.int64, len(req_ids))
-        except KeyError:
-            rows = np.array([self._row_of(req_id) for req_id in req_ids], np.int64)
+        if len(offsets) != len(req_ids) + 1 or offsets[-1] != len(tokens):
+            raise ValueError(
+                f"{len(req_ids)} answers, {len(offsets)} offsets up to {offsets[-1]}, {len(tokens)} tokens"
+            )
+        if req_ids != self._last_ids:  # in most steps they are the same
+            self._last_rows = np.array([self._row_of(req_id) for req_id in req_ids], np.int64)
+            self._last_ids = list(req_ids)
+        rows = self._last_rows
         totals = np.zeros((len(BLOCK_KINDS), _NUM_SOURCES, 3), np.int64)
         if sources:
-            drafts = [sources.get(req_id, b"") for req_id in req_ids]
-            num_drafted = np.fromiter(map(len, drafts), np.int64, len(drafts))
             # Of a bytearray, because that of bytes is read-only: another type, to compile anew for.
-            codes = np.frombuffer(bytearray().join(drafts), np.int8)
-            num_sampled = np.array([sampled.get(req_id, 1) for req_id in req_ids], np.int64)
+            joined = bytearray(_BETWEEN).join(map(sources.get, req_ids, repeat(b"")))
+            codes = np.frombuffer(joined + _BETWEEN, np.int8)
+            num_sampled = np.fromiter(map(sampled.get, req_ids, repeat(1)), np.int64, len(req_ids))
         else:
-            num_drafted, codes, num_sampled = _NO_IDS, _NO_SOURCES, _NO_IDS
-        texts = self._vocabulary
+            codes, num_sampled = _NO_SOURCES, _NO_IDS
         num_full = _add_step(
-            self._arrays, rows, tokens, offsets, texts.text, texts.offsets, codes, num_drafted, num_sampled,
-            float(step.end_s), float(step.duration_s), step.batch, step.budget, self._limit, totals,
+            self._arrays, rows, tokens, offsets, *self._texts, codes, num_sampled,
+            float(step.end_s), float(step.duration_s), step.batch, step.budget, _LINES, totals,
         )  # fmt: skip
         if num_full:
             self._move_lines(rows)
@@ -212,26 +229,26 @@ class Answers:
         """
         row = self._rows.get(req_id)
         if row is None:
-            lines, times, bounds = _EMPTY_LOG
+            num_tokens, (lines, times, bounds) = 0, _EMPTY_LOG
         else:
+            place = self._arrays.place[row]
+            num_tokens = int(place[NUM_TOKENS])
             lines, times = self._log(row)
-            bounds = self._arrays.bounds[row, : self._arrays.place[row, NUM_BLOCKS]]
-        emitted = lines[:, _TOKENS]
-        is_step = emitted >= 0
-        num_tokens = int(emitted[is_step].sum())
+            bounds = self._arrays.bounds[row, : place[NUM_BLOCKS]]
         kept = max(num_tokens - num_cut, 0)
         num_blocks = len(bounds) - int(bounds[-1] >> 2 >= num_tokens)
         table = np.zeros((num_blocks, _BLOCK_SIZE), np.int64)
         ends = np.zeros(num_blocks)
-        drafted, accepted = np.zeros((2, int(is_step.sum())), np.int32)
-        _read_log(lines, times, bounds, kept, table, ends, drafted, accepted)
+        drafted, accepted = np.zeros((2, len(lines)), np.int32)
+        durations = np.zeros(len(lines))
+        num_steps = _read_log(lines, times, bounds, kept, table, ends, drafted, accepted, durations)
         return AnswerAccount(
             num_tokens=kept,
             blocks=tuple(map(_block, bounds.tolist(), table.tolist(), ends.tolist())),
-            drafted=drafted,
-            accepted=accepted,
-            duration_s=times[is_step, 1],
-            first_end_s=float(times[0, 0]) if len(times) else 0.0,
+            drafted=drafted[:num_steps],
+            accepted=accepted[:num_steps],
+            duration_s=durations[:num_steps],
+            first_end_s=float(times[0, 0]) if num_steps else 0.0,
         )
 
     # Internals
@@ -239,7 +256,7 @@ class Answers:
     def _compile(self) -> None:
         """Compile the kernels (or load them) now, and not in the step of the first answer."""
         step = StepContext(end_s=0.0, duration_s=0.0, batch=0, budget=0)
-        self.add_step((), np.zeros(0, np.int32), np.zeros(1, np.int64), step)
+        self.add_step([], np.zeros(0, np.int32), np.zeros(1, np.int64), step)
         self.read("")
 
     def _row_of(self, req_id: str) -> int:
@@ -274,7 +291,7 @@ class Answers:
     def _move_lines(self, rows: Int64Array) -> None:
         """Make room in the rows that are full."""
         arrays = self._arrays
-        for row in rows[arrays.num_lines[rows] >= self._limit].tolist():
+        for row in rows[arrays.num_lines[rows] >= _LINES].tolist():
             num = arrays.num_lines[row]
             part = (arrays.lines[row, :num].copy(), arrays.times[row, :num].copy())
             self._moved.setdefault(row, []).append(part)
@@ -297,23 +314,27 @@ def _block(bound: int, counts: Sequence[int], end_s: float) -> BlockAccount:
 
 @njit(cache=True)
 def _add_step(
-    arrays, rows, tokens, offsets, text, ends, codes, num_drafted, num_sampled,
+    arrays, rows, tokens, offsets, text, ends, plain, codes, num_sampled,
     end_s, duration_s, batch, budget, limit, totals,
 ):  # fmt: skip
-    """See `Answers.add_step`; returns how many rows have to be moved. Without drafts `codes` is empty."""
+    """See `Answers.add_step`; returns how many rows have to be moved. `codes`: sources of the drafts, behind
+    each of them a `_BETWEEN`; empty where nobody had one.
+    """
     kinds = np.empty(tokens.size, np.int8)
     num_full = 0
-    drafts_end = 0
+    drafts_end = -1
     for a in range(rows.size):
-        drafts_begin = drafts_end
+        drafts_begin = drafts_end + 1
         if codes.size:
-            drafts_end += num_drafted[a]
+            drafts_end = drafts_begin
+            while drafts_end < codes.size and codes[drafts_end] >= 0:
+                drafts_end += 1
         first, last = offsets[a], offsets[a + 1]
         if first == last:
             continue
         r = rows[a]
         follow_blocks(
-            arrays.state[r], arrays.place[r], arrays.bounds[r], tokens, first, last, text, ends, kinds
+            arrays.state[r], arrays.place[r], arrays.bounds[r], tokens, first, last, text, ends, plain, kinds
         )
         num = arrays.num_lines[r]
         line = arrays.lines[r, num]
@@ -351,8 +372,8 @@ def _add_step(
 
 
 @njit(cache=True)
-def _read_log(lines, times, bounds, kept, table, ends, drafted, accepted):
-    """Charge every token of an answer to its block and step; see `Answers.read`."""
+def _read_log(lines, times, bounds, kept, table, ends, drafted, accepted, durations):
+    """Charge every token of an answer to its block and step; see `Answers.read`. Returns the steps."""
     position = 0
     step = 0
     b = 0
@@ -388,6 +409,8 @@ def _read_log(lines, times, bounds, kept, table, ends, drafted, accepted):
                     left = lines[run, _DRAFTED]
             i += 1
         accepted[step] = good
+        durations[step] = times[at, 1]
         position += num
         step += 1
         at = run + 1
+    return step

@@ -21,12 +21,13 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 from numba import njit
 
-from agentspec_runtime.drafting.draft import BLOCK_KINDS, Int32Array
+from agentspec_runtime.drafting.draft import BLOCK_KINDS, Int32Array, Int64Array
 from agentspec_runtime.hints import SegmentKind
 
-__all__ = ["STATE_SIZE", "advance_block", "kind_code", "start_block"]
+__all__ = ["STATE_SIZE", "advance_block", "advance_plain", "kind_code", "plain_tokens", "start_block"]
 
 _TEXT: Final = 0
 _CODE: Final = 1
@@ -86,6 +87,28 @@ def start_block(state: Int32Array, kind: int) -> None:
     """Begin an answer in the given block."""
     state[:] = 0
     state[_KIND] = kind
+
+
+def plain_tokens(text: npt.NDArray[np.uint8], ends: Int64Array) -> npt.NDArray[np.bool_]:
+    """Which tokens `text[ends[t]:ends[t + 1]]` hold no delimiter, nor the begin of one or of a line: most."""
+    special = _STARTS[text] | (text == _NEWLINE) | (text == _TICK)
+    blank = (text == _SPACE) | (text == _TAB) | (text == _RETURN)
+    num_special, num_other = (
+        np.diff(np.concatenate([[0], np.cumsum(found)])[ends]) for found in (special, ~special & ~blank)
+    )
+    plain: npt.NDArray[np.bool_] = (num_special == 0) & (num_other > 0)
+    return plain
+
+
+@njit(cache=True, inline="always")
+def advance_plain(state):
+    """`advance_block` with a token of `plain_tokens`; False where that does not do."""
+    if state[_MATCHING] > 0:
+        return False
+    if state[_KIND] in (_TEXT, _CODE):
+        state[_TICKS] = -1
+        state[_CLOSING] = 0
+    return True
 
 
 @njit(cache=True, inline="always")

@@ -20,16 +20,16 @@ from typing import Final
 
 from numba import njit
 
-from agentspec_runtime.drafting.blocks import advance_block, start_block
+from agentspec_runtime.drafting.blocks import advance_block, advance_plain, start_block
 from agentspec_runtime.drafting.draft import Int32Array, Int64Array
 
-__all__ = ["MAX_BLOCKS", "NUM_BLOCKS", "NUM_PLACES", "follow_blocks", "start_answer"]
+__all__ = ["MAX_BLOCKS", "NUM_BLOCKS", "NUM_PLACES", "NUM_TOKENS", "follow_blocks", "start_answer"]
 
 MAX_BLOCKS: Final = 1_024
 """An answer with more blocks than that puts the rest into its last one; the sums stay exact."""
 
 # Place of an answer, int64[NUM_PLACES]: tokens so far; blocks so far.
-_TOKENS = 0
+NUM_TOKENS: Final = 0
 NUM_BLOCKS: Final = 1
 NUM_PLACES: Final = 2
 
@@ -43,16 +43,20 @@ def start_answer(state: Int32Array, place: Int64Array, bounds: Int64Array, kind:
 
 
 @njit(cache=True)
-def follow_blocks(state, place, bounds, tokens, first, last, text, ends, kinds):
+def follow_blocks(state, place, bounds, tokens, first, last, text, ends, plain, kinds):
     """Follow the tokens `tokens[first:last]` of one answer; writes the kind of block of each to `kinds`.
 
     `state` int32[STATE_SIZE], `place` int64[NUM_PLACES], `bounds` int64[MAX_BLOCKS]: four times the
-    position at which a block begins, plus its kind. Token `t` is `text[ends[t]:ends[t + 1]]`.
+    position at which a block begins, plus its kind. Token `t` is `text[ends[t]:ends[t + 1]]`, `plain[t]` as
+    of `plain_tokens`.
     """
     vocab_size = ends.size - 1
-    offset = place[_TOKENS] - first
+    offset = place[NUM_TOKENS] - first
     for i in range(first, last):
         t = tokens[i]
+        if 0 <= t < vocab_size and plain[t] and advance_plain(state):
+            kinds[i] = state[0]
+            continue
         before = state[0]
         missing = 0
         if 0 <= t < vocab_size:
@@ -78,4 +82,4 @@ def follow_blocks(state, place, bounds, tokens, first, last, text, ends, kinds):
         elif num < MAX_BLOCKS:
             bounds[num] = (begin + offset) * 4 + after
             place[NUM_BLOCKS] = num + 1
-    place[_TOKENS] = last + offset
+    place[NUM_TOKENS] = last + offset

@@ -6,7 +6,7 @@ of vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, ValuesView
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,7 +18,7 @@ from agentspec_runtime.drafting.draft import Int64Array
 from agentspec_runtime.hints import Hint, SegmentKind
 from agentspec_runtime.observe import BlockReport, DraftSource, RequestReport, Verdict
 
-__all__ = ["RequestLedger", "verdicts_of"]
+__all__ = ["RequestLedger", "StepVerdicts"]
 
 _MAX_STEPS: Final = 65_536
 """Steps that a report tells one by one; its blocks hold them all."""
@@ -70,15 +70,43 @@ class RequestLedger:
         )
 
 
-def verdicts_of(totals: Int64Array) -> dict[tuple[SegmentKind, DraftSource], Verdict]:
-    """Sums of a step (`Answers.add_step`) under their names."""
-    cells = totals.tolist()
-    return {
-        (BLOCK_KINDS[kind], SOURCES[source]): Verdict(drafted=d, accepted=a, discarded=x)
-        for kind, by_source in enumerate(cells)
-        for source, (d, a, x) in enumerate(by_source)
-        if d
-    }
+class StepVerdicts(Mapping[tuple[SegmentKind, DraftSource], Verdict]):
+    """Sums of a step (`Answers.add_step`) under their names.
+
+    They are named when they are read, which an observer does in a thread of its own: to name them costs
+    more than to count them.
+    """
+
+    def __init__(self, totals: Int64Array) -> None:
+        self._totals = totals
+        self._named: dict[tuple[SegmentKind, DraftSource], Verdict] | None = None
+
+    def __getitem__(self, key: tuple[SegmentKind, DraftSource]) -> Verdict:
+        return self._read()[key]
+
+    def __iter__(self) -> Iterator[tuple[SegmentKind, DraftSource]]:
+        return iter(self._read())
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+    def items(self) -> ItemsView[tuple[SegmentKind, DraftSource], Verdict]:
+        """Those of a dict, which are faster than what `Mapping` makes of the methods above."""
+        return self._read().items()
+
+    def values(self) -> ValuesView[Verdict]:
+        """As `items`."""
+        return self._read().values()
+
+    def _read(self) -> dict[tuple[SegmentKind, DraftSource], Verdict]:
+        if self._named is None:
+            self._named = {
+                (BLOCK_KINDS[kind], SOURCES[source]): Verdict(drafted=d, accepted=a, discarded=x)
+                for kind, by_source in enumerate(self._totals.tolist())
+                for source, (d, a, x) in enumerate(by_source)
+                if d
+            }
+        return self._named
 
 
 def _block_reports(account: AnswerAccount) -> Iterable[BlockReport]:
@@ -117,6 +145,6 @@ def _percentiles(account: AnswerAccount, block: BlockAccount) -> tuple[float, fl
     found: list[float] = []
     for rank in (0.50, 0.95):
         at, part = divmod(rank * (times.size - 1), 1.0)
-        low, high = times[int(at)], times[min(int(at) + 1, times.size - 1)]
-        found.append(float(low + (high - low) * part))
+        low, high = float(times[int(at)]), float(times[min(int(at) + 1, times.size - 1)])
+        found.append(low + (high - low) * part)
     return found[0], found[1]

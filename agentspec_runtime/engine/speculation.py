@@ -22,7 +22,7 @@ from agentspec_runtime.drafting.answers import Answers, StepContext
 from agentspec_runtime.drafting.blocks import kind_code
 from agentspec_runtime.engine.config import EngineConfig
 from agentspec_runtime.engine.guard import Guard
-from agentspec_runtime.engine.ledger import RequestLedger, verdicts_of
+from agentspec_runtime.engine.ledger import RequestLedger, StepVerdicts
 from agentspec_runtime.engine.request_facts import end_tokens, namespace, stop_strings, temperature_bucket
 from agentspec_runtime.engine.stop_strings import StopStrings, TokenText
 from agentspec_runtime.errors import HintError
@@ -389,7 +389,7 @@ class Speculation:
         totals = self._answers.add_step(
             req_ids, observed.tokens, observed.offsets, context, step.sources, sampled
         )
-        self._report_step(step, duration, num_drafted, verdicts_of(totals) if num_drafted else {})
+        self._report_step(step, duration, num_drafted, StepVerdicts(totals) if num_drafted else {})
 
     def abandon(self, outputs: Mapping[int, EngineCoreOutputs], requests: Mapping[str, Request]) -> None:
         """Verdicts of a step could not be taken in: its requests, of whose text something may be missing

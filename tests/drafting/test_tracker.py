@@ -148,6 +148,34 @@ def test_answers_do_not_mix_and_rows_are_used_again() -> None:
     assert told(answers, "r0") == [(0, 1)]
 
 
+def test_the_same_answers_step_after_step_until_one_ends() -> None:
+    """Rows go to others, the order changes, a step has none."""
+    answers = Answers(VOCABULARY, 8)
+    hello, call = tokens(["Hello"]), tokens(["<tool_call>"])
+    emit(answers, a=hello, b=hello)
+    emit(answers, a=hello, b=call)
+    emit(answers, b=hello, a=call)
+    assert (told(answers, "a"), told(answers, "b")) == ([(0, 2), (2, 1)], [(0, 1), (2, 2)])
+    answers.finish("a")
+    emit(answers)
+    answers.start("c", 1)
+    emit(answers, c=hello, b=hello)
+    answers.start("c", 3)
+    emit(answers, c=hello, b=hello)
+    assert (told(answers, "c"), told(answers, "b")) == ([(3, 1)], [(0, 1), (2, 4)])
+    assert told(answers, "a") == []
+
+
+def test_lengths_that_do_not_fit_are_refused() -> None:
+    """A kernel that read beyond the end of an array would take the engine with it."""
+    answers = Answers(VOCABULARY, 8)
+    step = StepContext(end_s=1.0, duration_s=0.1, batch=1, budget=0)
+    for req_ids, num_tokens in ((["a"], 2), (["a", "b"], 3), ([], 3), (["a"], 4)):
+        with pytest.raises(ValueError, match=f"{len(req_ids)} answers"):
+            answers.add_step(req_ids, np.zeros(num_tokens, np.int32), np.array([0, 3]), step)
+    assert len(answers) == 0
+
+
 def test_what_is_not_known_is_prose() -> None:
     """An answer that was not started, ids outside of the vocabulary, a step without tokens."""
     answers = Answers(VOCABULARY, 8)

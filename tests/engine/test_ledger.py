@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from agentspec_runtime.drafting import SOURCES, TokenTable
 from agentspec_runtime.drafting.answers import Answers, StepContext
 from agentspec_runtime.engine import ledger as ledger_module
-from agentspec_runtime.engine.ledger import RequestLedger, verdicts_of
+from agentspec_runtime.engine.ledger import RequestLedger, StepVerdicts
 from agentspec_runtime.hints import Hint, SegmentKind
 from agentspec_runtime.observe import BlockReport, DraftSource, RequestReport, Verdict
 
@@ -73,7 +73,7 @@ def enter(answers: Answers, req_id: str, steps: Sequence[Step], first: int = 0) 
             {req_id: bytes(step.sources)} if step.sources else {},
             {req_id: step.verified + 1} if step.sources else {},
         )
-        told.append(verdicts_of(totals))
+        told.append(dict(StepVerdicts(totals)))
     return told
 
 

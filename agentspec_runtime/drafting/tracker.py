@@ -5,8 +5,8 @@ the next one belongs to. A report looks back: it wants blocks of every answer, d
 whole, though its first tokens (`<`, `tool`, ...) were prose until its last one came.
 
 - A token that holds a byte of an opening marker (`<tool_call>`, `<think>`, the backticks of a fence)
-  belongs to the block that the marker opens, if it was emitted in the step that completed the marker. What
-  an earlier step emitted is counted already and stays where it is.
+  belongs to the block that the marker opens, whichever step emitted it. So blocks do not depend on how an
+  answer was cut into steps.
 - A token that holds the last byte of a closing marker (of a fence: its line end) ends the block it closes.
 - Indentation before a fence is prose, and so is the token that ends the answer outside of a block.
 
@@ -28,10 +28,14 @@ __all__ = ["MAX_BLOCKS", "NUM_BLOCKS", "NUM_PLACES", "NUM_TOKENS", "follow_block
 MAX_BLOCKS: Final = 1_024
 """An answer with more blocks than that puts the rest into its last one; the sums stay exact."""
 
-# Place of an answer, int64[NUM_PLACES]: tokens so far; blocks so far.
+# Place of an answer, int64[NUM_PLACES]: tokens so far; blocks so far; bytes of each of the last tokens, that
+# at position p in entry p modulo _REACH.
 NUM_TOKENS: Final = 0
 NUM_BLOCKS: Final = 1
-NUM_PLACES: Final = 2
+_BYTES = 2
+_REACH = 16
+"""Tokens that a marker can be made of. The longest one has 14 bytes."""
+NUM_PLACES: Final = _BYTES + _REACH
 
 
 def start_answer(state: Int32Array, place: Int64Array, bounds: Int64Array, kind: int) -> None:
@@ -52,34 +56,38 @@ def follow_blocks(state, place, bounds, tokens, first, last, text, ends, plain, 
     """
     vocab_size = ends.size - 1
     offset = place[NUM_TOKENS] - first
+    place[NUM_TOKENS] = last + offset
     for i in range(first, last):
         t = tokens[i]
-        if 0 <= t < vocab_size and plain[t] and advance_plain(state):
+        position = i + offset
+        size = 0
+        if 0 <= t < vocab_size:
+            size = ends[t + 1] - ends[t]
+        place[_BYTES + position % _REACH] = size
+        if size and plain[t] and advance_plain(state):
             kinds[i] = state[0]
             continue
         before = state[0]
         missing = 0
-        if 0 <= t < vocab_size:
-            missing = advance_block(state, text, ends[t], ends[t + 1]) - (ends[t + 1] - ends[t])
+        if size:
+            missing = advance_block(state, text, ends[t], ends[t + 1]) - size
         after = state[0]
         kinds[i] = before if after == 0 else after
         if after == before:
             continue
-        begin = i + 1 if after == 0 else i
+        num = place[NUM_BLOCKS]
+        begin = position + 1 if after == 0 else position
         if after != 0:
             # The marker's earlier tokens come along, if they are in the block before and not in one that
             # was closed just now.
-            low = max(first, (bounds[place[NUM_BLOCKS] - 1] >> 2) - offset)
+            low = max(bounds[num - 1] >> 2, position - _REACH + 1)
             while missing > 0 and begin > low:
                 begin -= 1
-                u = tokens[begin]
-                if 0 <= u < vocab_size:
-                    missing -= ends[u + 1] - ends[u]
-                kinds[begin] = after
-        num = place[NUM_BLOCKS]
-        if bounds[num - 1] >> 2 >= begin + offset:
-            bounds[num - 1] = (begin + offset) * 4 + after
+                missing -= place[_BYTES + begin % _REACH]
+                if begin - offset >= first:
+                    kinds[begin - offset] = after
+        if bounds[num - 1] >> 2 >= begin:
+            bounds[num - 1] = begin * 4 + after
         elif num < MAX_BLOCKS:
-            bounds[num] = (begin + offset) * 4 + after
+            bounds[num] = begin * 4 + after
             place[NUM_BLOCKS] = num + 1
-    place[NUM_TOKENS] = last + offset

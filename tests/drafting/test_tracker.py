@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -40,9 +41,14 @@ def told(answers: Answers, req_id: str) -> list[tuple[int, int]]:
     return [(block.kind, block.num_tokens) for block in answers.read(req_id).blocks]
 
 
+@cache
+def shared() -> Answers:
+    return Answers(VOCABULARY, 8)
+
+
 def blocks_of(*steps: Sequence[str], kind: str = "text") -> str:
     """Kind of each token as one letter, a stroke between blocks, of an answer that came in these steps."""
-    answers = Answers(VOCABULARY, 8)
+    answers = shared()
     answers.start("r", kind_code(kind))
     for step in steps:
         emit(answers, r=tokens(step))
@@ -57,13 +63,26 @@ SPLIT = ["Hello", "<", "tool", "_call", ">", "\n", "{}", "</", "tool", "_call", 
 
 
 def test_a_marker_of_several_tokens_belongs_to_its_block() -> None:
-    """In one step. The closing marker ends the block, its last token included."""
+    """In one step or several. The closing marker ends the block, its last token included."""
     assert blocks_of(SPLIT) == "T|FFFFFFFFFF|T"
+    assert blocks_of(*one_each(SPLIT)) == "T|FFFFFFFFFF|T"
+    for cut in range(len(SPLIT)):
+        assert blocks_of(SPLIT[:cut], SPLIT[cut:]) == "T|FFFFFFFFFF|T"
 
 
-def test_what_an_earlier_step_emitted_stays_where_it_was() -> None:
-    assert blocks_of(SPLIT[:3], SPLIT[3:]) == "TTT|FFFFFFFF|T"
-    assert blocks_of(*one_each(SPLIT)) == "TTTT|FFFFFFF|T"
+def test_a_marker_that_comes_to_nothing_is_text() -> None:
+    assert blocks_of(*one_each(["Hello", "<", "tool", "_call", "Hello", ">"])) == "TTTTTT"
+    assert blocks_of(*one_each(["<", "<", "tool", "_call", ">", "{}"])) == "T|FFFFF"
+
+
+def test_a_marker_of_single_bytes_is_whole() -> None:
+    """The longest one there is, byte by byte, a step each."""
+    marker = "<|python_tag|>"
+    answers = Answers(TokenTable([bytes([byte]) for byte in range(128)]), 8)
+    answers.start("r", 0)
+    for char in f"say: {marker}go":
+        emit(answers, r=[ord(char)])
+    assert told(answers, "r") == [(0, 5), (2, len(marker) + 2)]
 
 
 def test_a_token_with_text_and_the_start_of_a_marker_belongs_to_the_marker() -> None:
@@ -102,14 +121,22 @@ def test_code_that_was_only_announced_ends_where_a_call_opens() -> None:
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=40), st.lists(st.integers(0, 40), max_size=10))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
+def test_steps_do_not_matter(answer: list[str], cuts: list[int]) -> None:
+    """However an answer was cut into steps, its blocks are the same."""
+    bounds = sorted({min(cut, len(answer)) for cut in cuts} | {0, len(answer)})
+    assert blocks_of(*(answer[a:b] for a, b in pairwise(bounds))) == blocks_of(answer)
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=40), st.lists(st.integers(0, 40), max_size=10))
+@settings(max_examples=100, deadline=None)
 def test_it_says_what_the_drafter_says_but_for_markers(answer: list[str], cuts: list[int]) -> None:
     """The drafter tells blocks at each token, so its steps do not matter. Ours differ from that only by
     tokens that moved forward, out of a block into the one that follows it.
     """
     drafter = make_drafter(vocabulary=VOCABULARY)
     begin(drafter, "r", [0])
-    answers = Answers(VOCABULARY, 8)
+    answers = shared()
     answers.start("r", 0)
     bounds = sorted({min(cut, len(answer)) for cut in cuts} | {0, len(answer)})
     plain: list[tuple[int, int]] = []

@@ -20,8 +20,9 @@ from agentspec_runtime.engine.ledger import RequestLedger, StepVerdicts
 from agentspec_runtime.hints import Hint, SegmentKind
 from agentspec_runtime.observe import BlockReport, DraftSource, RequestReport, Verdict
 
-WORD, OPEN, CLOSE, THINK, THOUGHT = range(5)
-VOCABULARY = TokenTable([b"x", b"<tool_call>", b"</tool_call>", b"<think>", b"</think>"])
+WORD, OPEN, CLOSE, THINK, THOUGHT, BEGIN, END = range(7)
+TEXTS = [b"x", b"<tool_call>", b"</tool_call>", b"<think>", b"</think>", b"<tool", b"_call>"]
+VOCABULARY = TokenTable(TEXTS)
 MAX_DRAFT = 12
 KINDS = {OPEN: SegmentKind.TOOL_CALL, THINK: SegmentKind.REASONING}
 ENDS = {SegmentKind.TOOL_CALL: CLOSE, SegmentKind.REASONING: THOUGHT}
@@ -50,7 +51,7 @@ def stories(draw: st.DrawFn) -> list[Step]:
     """Steps of one request, as they can happen: blocks go on or new ones begin, drafts of any sources."""
     out = []
     for _ in range(draw(st.integers(0, 30))):
-        tokens = draw(st.lists(st.integers(0, 4), min_size=1, max_size=MAX_DRAFT + 1))
+        tokens = draw(st.lists(st.integers(0, len(TEXTS) - 1), min_size=1, max_size=MAX_DRAFT + 1))
         sources = draw(st.lists(st.integers(0, len(SOURCES) - 1), max_size=MAX_DRAFT))
         verified = draw(st.integers(0, len(sources)))
         out.append(Step(tokens=tuple(tokens), sources=tuple(sources), verified=verified))
@@ -111,7 +112,7 @@ class Block:
     tokens: int = 0
     steps: list[int] = field(default_factory=list)
     charges: list[tuple[int, bool, bool]] = field(default_factory=list)
-    last_step: int = 0
+    last_step: int | None = None
 
     def report(self, start_s: float) -> BlockReport:
         contexts = [context(number) for number in self.steps]
@@ -125,7 +126,7 @@ class Block:
         return BlockReport(
             kind=self.kind,
             start_s=start_s,
-            end_s=context(self.last_step).end_s,
+            end_s=context(self.last_step or 0).end_s,
             num_tokens=self.tokens,
             num_steps=len(self.steps),
             verdicts=verdicts,
@@ -136,35 +137,48 @@ class Block:
         )
 
 
+def begins_of(tokens: Sequence[int]) -> list[tuple[int, SegmentKind]]:
+    """Where blocks begin, and of which kind; of two that begin at the same token the second counts."""
+    begins = [(0, SegmentKind.TEXT)]
+    kind = SegmentKind.TEXT
+    for position, token in enumerate(tokens):
+        if kind == SegmentKind.TEXT and token in KINDS:
+            kind = KINDS[token]
+            begins.append((position, kind))
+        elif kind == SegmentKind.TEXT and token == END and tokens[max(position - 1, 0)] == BEGIN:
+            kind = SegmentKind.TOOL_CALL
+            begins.append((position - 1, kind))
+        elif token == ENDS.get(kind):
+            kind = SegmentKind.TEXT
+            begins.append((position + 1, kind))
+    return begins
+
+
 def oracle(story: Sequence[Step], *, num_cut: int = 0) -> tuple[BlockReport, ...]:
     """Token by token, with lists."""
-    blocks: list[Block] = []
+    begins = begins_of([token for step in story for token in step.tokens])
+    blocks = [Block(kind) for _, kind in begins]
     kept = sum(len(step.tokens) for step in story) - num_cut
-    position, kind, fresh = 0, SegmentKind.TEXT, True
+    position = 0
     for number, step in enumerate(story):
-        emitted_in = []
-        for i, token in enumerate(step.tokens):
-            if kind == SegmentKind.TEXT and token in KINDS:
-                kind, fresh = KINDS[token], True
-            if fresh:
-                blocks.append(Block(kind))
-                fresh = False
-            block = blocks[-1]
-            block.tokens += position + i < kept
+        emitted_in = [
+            blocks[max(i for i, (begin, _) in enumerate(begins) if begin <= position + at)]
+            for at in range(len(step.tokens))
+        ]
+        for at, block in enumerate(emitted_in):
+            block.tokens += position + at < kept
             block.last_step = number
-            emitted_in.append(block)
-            if token == ENDS.get(kind):
-                kind, fresh = SegmentKind.TEXT, True
         emitted_in[0].steps.append(number)
-        for i, source in enumerate(step.sources):
-            accepted = i < step.accepted and position + i < kept
-            block = emitted_in[min(i, len(emitted_in) - 1)]
-            block.charges.append((source, accepted, not accepted and i < step.verified))
+        for at, source in enumerate(step.sources):
+            accepted = at < step.accepted and position + at < kept
+            block = emitted_in[min(at, len(emitted_in) - 1)]
+            block.charges.append((source, accepted, not accepted and at < step.verified))
         position += len(step.tokens)
     start_s, reports = context(0).end_s - context(0).duration_s, []
     for block in blocks:
-        reports.append(block.report(start_s))
-        start_s = reports[-1].end_s
+        if block.last_step is not None:
+            reports.append(block.report(start_s))
+            start_s = reports[-1].end_s
     return tuple(reports)
 
 
@@ -202,16 +216,17 @@ def test_sums_are_exact(story: list[Step]) -> None:
         assert all(v.accepted + v.rejected == v.drafted for v in verdicts)
         assert all(v.accepted + v.discarded <= v.drafted for v in verdicts)
 
-    by_step: Counter[tuple[SegmentKind, DraftSource, str]] = Counter()
-    by_block: Counter[tuple[SegmentKind, DraftSource, str]] = Counter()
+    # Steps know no better than the block that was open then, so only the sums over all blocks are the same.
+    by_step: Counter[tuple[DraftSource, str]] = Counter()
+    by_block: Counter[tuple[DraftSource, str]] = Counter()
     cells = chain.from_iterable(verdicts.items() for verdicts in told)
     of_blocks = (((b.kind, s), v) for b in report.blocks for s, v in b.verdicts.items())
     for counter, found in ((by_step, cells), (by_block, of_blocks)):
-        for (kind, source), verdict in found:
-            counter[kind, source, "drafted"] += verdict.drafted
-            counter[kind, source, "accepted"] += verdict.accepted
-            counter[kind, source, "discarded"] += verdict.discarded
-    assert by_step == by_block
+        for (_, source), verdict in found:
+            counter[source, "drafted"] += verdict.drafted
+            counter[source, "accepted"] += verdict.accepted
+            counter[source, "discarded"] += verdict.discarded
+    assert by_step == by_block == counted
 
 
 @given(stories())
@@ -260,6 +275,29 @@ def test_accepted_tokens_belong_to_the_block_they_were_emitted_in() -> None:
     assert {s: (v.drafted, v.accepted) for s, v in text.verdicts.items()} == {DraftSource.REQUEST: (2, 2)}
     assert {s: (v.drafted, v.accepted) for s, v in call.verdicts.items()} == {DraftSource.CORPUS: (2, 1)}
     assert (text.num_steps, call.num_steps) == (1, 0), "a step over two blocks counts for the first"
+
+
+def test_a_step_is_told_by_the_blocks_it_knows_of() -> None:
+    """The same as the request in the end, but for the first half of a marker that another step completed."""
+    answers = shared()
+    answers.start("r", 0)
+    told = enter(
+        answers,
+        "r",
+        [
+            Step(tokens=(WORD, BEGIN, END, CLOSE), sources=(0,) * 4, verified=3),
+            Step(tokens=(WORD, BEGIN), sources=(0, 0), verified=2),
+            Step(tokens=(END, WORD), sources=(0, 0), verified=1),
+        ],
+    )
+    cells = [{str(kind): (v.drafted, v.accepted) for (kind, _), v in step.items()} for step in told]
+    assert cells == [{"text": (1, 1), "tool_call": (3, 2)}, {"text": (2, 2)}, {"tool_call": (2, 1)}]
+    blocks = report_of(answers, "r").blocks
+    assert [(str(b.kind), b.num_tokens, b.num_steps) for b in blocks] == [
+        ("text", 1, 1), ("tool_call", 3, 0), ("text", 1, 1), ("tool_call", 3, 1)
+    ]  # fmt: skip
+    verdicts = [b.verdicts[DraftSource.REQUEST] for b in blocks]
+    assert [(v.drafted, v.accepted) for v in verdicts] == [(1, 1), (3, 2), (1, 1), (3, 2)]
 
 
 def test_an_end_inside_an_accepted_draft() -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
+import numpy as np
 import pytest
 
-from agentspec_runtime.drafting import TokenTable
+from agentspec_runtime.drafting import BLOCK_KINDS, TokenTable
+from agentspec_runtime.drafting.answers import Answers, StepContext
+from agentspec_runtime.embedded import prepare_embedded_model
 from agentspec_runtime.engine.token_table import build_token_table
 
 
@@ -128,3 +132,45 @@ def test_a_real_byte_level_tokenizer() -> None:
     pieces = texts(table)
     assert b"".join(pieces[i] for i in trained.encode(sample).ids) == sample.encode()
     assert table.classes[0] == 0
+
+
+CALL = '<tool_call>\n{"name": "read_file", "arguments": {"path": "a.py"}}\n</tool_call>'
+CODE = "```python\nprint('<tool_call>')\n```\n"
+THOUGHT = "<think>What is in it?</think>"
+
+
+@cache
+def embedded_tokenizer() -> tuple[list[int], list[bytes], Answers]:
+    """An answer in tokens of the embedded model, all texts of its tokens, and accounts that know them."""
+    transformers = pytest.importorskip("transformers", reason="comes with vLLM")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(prepare_embedded_model(lambda _: None))
+    ids = tokenizer.encode(f"{THOUGHT}I look.\n{CALL}\nThis:\n{CODE}Done: {CALL}", add_special_tokens=False)
+    table = build_token_table(tokenizer, len(tokenizer))
+    return ids, texts(table), Answers(table, 8)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("tokens_per_step", [1, 2, 3, 5, 1000])
+def test_markers_of_a_real_tokenizer_are_whole_in_any_steps(tokens_per_step: int) -> None:
+    """SmolLM2 has no token for any of them."""
+    ids, text_of, answers = embedded_tokenizer()
+    assert not {b"<tool_call>", b"</tool_call>", b"<think>", b"</think>"} & {text_of[i] for i in ids}
+    answers.start("r", 0)
+    for first in range(0, len(ids), tokens_per_step):
+        step = StepContext(end_s=1.0 + first, duration_s=0.1, batch=1, budget=0)
+        part = np.array(ids[first : first + tokens_per_step], np.int32)
+        answers.add_step(["r"], part, np.array([0, part.size]), step)
+    found, position = [], 0
+    for block in answers.read("r").blocks:
+        end = position + block.num_tokens
+        found.append((str(BLOCK_KINDS[block.kind]), b"".join(text_of[i] for i in ids[position:end]).decode()))
+        position = end
+    assert found == [
+        ("reasoning", THOUGHT),
+        ("text", "I look.\n"),
+        ("tool_call", CALL),
+        ("text", "\nThis:\n"),
+        ("code", CODE),
+        ("text", "Done:"),
+        ("tool_call", f" {CALL}"),  # ` <` is one token
+    ]

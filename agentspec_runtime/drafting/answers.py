@@ -18,12 +18,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from agentspec_runtime.drafting.answer_log import (
+    BETWEEN,
+    BLOCK_SIZE,
+    LINE_SIZE,
+    TOKENS,
+    Float64Array,
+    RowArrays,
+    enter_step,
+    read_log,
+)
 from agentspec_runtime.drafting.blocks import STATE_SIZE, plain_tokens
 from agentspec_runtime.drafting.draft import BLOCK_KINDS, SOURCES, Int32Array, Int64Array
 from agentspec_runtime.drafting.tracker import (
@@ -31,45 +40,17 @@ from agentspec_runtime.drafting.tracker import (
     NUM_BLOCKS,
     NUM_PLACES,
     NUM_TOKENS,
-    follow_blocks,
     start_answer,
 )
 from agentspec_runtime.drafting.vocabulary import TokenTable
 
 __all__ = ["AnswerAccount", "Answers", "BlockAccount", "StepContext"]
 
-Float64Array: TypeAlias = npt.NDArray[np.float64]
-
 _ROWS: Final = 64
 """Answers that there is room for at first; it doubles."""
 _LINES: Final = 96
 """Lines of a row, beside the room for one more step: every 96 steps an answer's lines are moved."""
 
-# A line. Of the first of a step: emitted tokens; run of draft tokens of one source; accepted and discarded
-# tokens of the whole draft; requests and draft tokens of the whole step. Of the others only the run.
-_TOKENS = 0
-_DRAFTED = 1
-_SOURCE = 2
-_ACCEPTED = 3
-_DISCARDED = 4
-_BATCH = 5
-_BUDGET = 6
-_LINE_SIZE: Final = 7
-_GOES_ON = -1
-"""In place of emitted tokens: another run of the same step's draft."""
-
-# A block that is being read: tokens, steps, number of its first step, sums over its steps, and from `_CELLS`
-# on drafted, accepted, discarded by source.
-_STEPS = 1
-_FIRST_STEP = 2
-_SUM_BATCH = 3
-_SUM_BUDGET = 4
-_CELLS = 5
-_NUM_SOURCES: Final = len(SOURCES)
-_BLOCK_SIZE: Final = _CELLS + 3 * _NUM_SOURCES
-
-_BETWEEN: Final = b"\xff"
-"""Behind the sources of a draft: no code of `SOURCES`."""
 _NO_IDS: Int64Array = np.zeros(0, np.int64)
 _NO_SOURCES: npt.NDArray[np.int8] = np.zeros(0, np.int8)
 
@@ -118,19 +99,6 @@ class AnswerAccount:
     first_end_s: float
 
 
-class _RowArrays(NamedTuple):
-    """N rows: `state` int32[N, STATE_SIZE], `place` int64[N, NUM_PLACES], `bounds` int64[N, MAX_BLOCKS],
-    `num_lines` int64[N], `lines` int32[N, L, _LINE_SIZE], `times` float64[N, L, 2]: end and duration.
-    """
-
-    state: Int32Array
-    place: Int64Array
-    bounds: Int64Array
-    num_lines: Int64Array
-    lines: Int32Array
-    times: Float64Array
-
-
 class Answers:
     """See the module docstring. Not thread-safe: one engine loop owns it.
 
@@ -140,12 +108,12 @@ class Answers:
     def __init__(self, vocabulary: TokenTable, max_draft: int) -> None:
         self._texts = (vocabulary.text, vocabulary.offsets, plain_tokens(vocabulary.text, vocabulary.offsets))
         num_lines = _LINES + max(max_draft, 1)
-        self._arrays = _RowArrays(
+        self._arrays = RowArrays(
             state=np.zeros((_ROWS, STATE_SIZE), np.int32),
             place=np.zeros((_ROWS, NUM_PLACES), np.int64),
             bounds=np.zeros((_ROWS, MAX_BLOCKS), np.int64),
             num_lines=np.zeros(_ROWS, np.int64),
-            lines=np.zeros((_ROWS, num_lines, _LINE_SIZE), np.int32),
+            lines=np.zeros((_ROWS, num_lines, LINE_SIZE), np.int32),
             times=np.zeros((_ROWS, num_lines, 2), np.float64),
         )
         self._rows: dict[str, int] = {}
@@ -197,15 +165,15 @@ class Answers:
             self._last_rows = np.array([self._row_of(req_id) for req_id in req_ids], np.int64)
             self._last_ids = list(req_ids)
         rows = self._last_rows
-        totals = np.zeros((len(BLOCK_KINDS), _NUM_SOURCES, 3), np.int64)
+        totals = np.zeros((len(BLOCK_KINDS), len(SOURCES), 3), np.int64)
         if sources:
             # Of a bytearray, because that of bytes is read-only: another type, to compile anew for.
-            joined = bytearray(_BETWEEN).join(map(sources.get, req_ids, repeat(b"")))
-            codes = np.frombuffer(joined + _BETWEEN, np.int8)
+            joined = bytearray(BETWEEN).join(map(sources.get, req_ids, repeat(b"")))
+            codes = np.frombuffer(joined + BETWEEN, np.int8)
             num_sampled = np.fromiter(map(sampled.get, req_ids, repeat(1)), np.int64, len(req_ids))
         else:
             codes, num_sampled = _NO_SOURCES, _NO_IDS
-        num_full = _add_step(
+        num_full = enter_step(
             self._arrays, rows, tokens, offsets, *self._texts, codes, num_sampled,
             float(step.end_s), float(step.duration_s), step.batch, step.budget, _LINES, totals,
         )  # fmt: skip
@@ -218,7 +186,7 @@ class Answers:
         row = self._rows.get(req_id)
         if row is None:
             return 0
-        emitted = self._log(row)[0][:, _TOKENS]
+        emitted = self._log(row)[0][:, TOKENS]
         return int(emitted[emitted >= 0][-num_steps:].sum())
 
     def read(self, req_id: str, *, num_cut: int = 0) -> AnswerAccount:
@@ -237,11 +205,11 @@ class Answers:
             bounds = self._arrays.bounds[row, : place[NUM_BLOCKS]]
         kept = max(num_tokens - num_cut, 0)
         num_blocks = len(bounds) - int(bounds[-1] >> 2 >= num_tokens)
-        table = np.zeros((num_blocks, _BLOCK_SIZE), np.int64)
+        table = np.zeros((num_blocks, BLOCK_SIZE), np.int64)
         ends = np.zeros(num_blocks)
         drafted, accepted = np.zeros((2, len(lines)), np.int32)
         durations = np.zeros(len(lines))
-        num_steps = _read_log(lines, times, bounds, kept, table, ends, drafted, accepted, durations)
+        num_steps = read_log(lines, times, bounds, kept, table, ends, drafted, accepted, durations)
         return AnswerAccount(
             num_tokens=kept,
             blocks=tuple(map(_block, bounds.tolist(), table.tolist(), ends.tolist())),
@@ -266,7 +234,7 @@ class Answers:
     def _begin(self, req_id: str, kind: int) -> int:
         if not self._free:
             num = len(self._arrays.num_lines)
-            self._arrays = _RowArrays._make(
+            self._arrays = RowArrays._make(
                 np.concatenate([part, np.zeros_like(part)]) for part in self._arrays
             )
             self._free = list(range(2 * num - 1, num - 1, -1))
@@ -299,7 +267,7 @@ class Answers:
 
 
 _EMPTY_LOG: Final = (
-    np.zeros((0, _LINE_SIZE), np.int32),
+    np.zeros((0, LINE_SIZE), np.int32),
     np.zeros((0, 2), np.float64),
     np.zeros(1, np.int64),
 )
@@ -310,107 +278,3 @@ def _block(bound: int, counts: Sequence[int], end_s: float) -> BlockAccount:
     by_source = iter(cells)
     verdicts = tuple(zip(by_source, by_source, by_source, strict=True))
     return BlockAccount(bound & 3, num_tokens, num_steps, first_step, batch, budget, verdicts, end_s)
-
-
-@njit(cache=True)
-def _add_step(
-    arrays, rows, tokens, offsets, text, ends, plain, codes, num_sampled,
-    end_s, duration_s, batch, budget, limit, totals,
-):  # fmt: skip
-    """See `Answers.add_step`; returns how many rows have to be moved. `codes`: sources of the drafts, behind
-    each of them a `_BETWEEN`; empty where nobody had one.
-    """
-    kinds = np.empty(tokens.size, np.int8)
-    num_full = 0
-    drafts_end = -1
-    for a in range(rows.size):
-        drafts_begin = drafts_end + 1
-        if codes.size:
-            drafts_end = drafts_begin
-            while drafts_end < codes.size and codes[drafts_end] >= 0:
-                drafts_end += 1
-        first, last = offsets[a], offsets[a + 1]
-        if first == last:
-            continue
-        r = rows[a]
-        follow_blocks(
-            arrays.state[r], arrays.place[r], arrays.bounds[r], tokens, first, last, text, ends, plain, kinds
-        )
-        num = arrays.num_lines[r]
-        line = arrays.lines[r, num]
-        line[:] = 0
-        line[_TOKENS] = last - first
-        line[_BATCH] = batch
-        line[_BUDGET] = budget
-        arrays.times[r, num, 0] = end_s
-        arrays.times[r, num, 1] = duration_s
-        num += 1
-        if codes.size:
-            draft = codes[drafts_begin:drafts_end]
-            verified = min(max(num_sampled[a] - 1, 0), draft.size)
-            accepted = min(verified, last - first)
-            line[_ACCEPTED] = accepted
-            line[_DISCARDED] = verified - accepted
-            for i in range(draft.size):
-                source = draft[i]
-                cell = totals[kinds[min(first + i, last - 1)], source]
-                cell[0] += 1
-                cell[1] += i < accepted
-                cell[2] += accepted <= i < verified
-                if line[_DRAFTED] == 0:
-                    line[_SOURCE] = source
-                elif line[_SOURCE] != source and num < arrays.lines.shape[1]:
-                    line = arrays.lines[r, num]
-                    line[:] = 0
-                    line[_TOKENS] = _GOES_ON
-                    line[_SOURCE] = source
-                    num += 1
-                line[_DRAFTED] += 1
-        arrays.num_lines[r] = num
-        num_full += num >= limit
-    return num_full
-
-
-@njit(cache=True)
-def _read_log(lines, times, bounds, kept, table, ends, drafted, accepted, durations):
-    """Charge every token of an answer to its block and step; see `Answers.read`. Returns the steps."""
-    position = 0
-    step = 0
-    b = 0
-    at = 0
-    while at < lines.shape[0]:
-        num = lines[at, _TOKENS]
-        verified = lines[at, _ACCEPTED] + lines[at, _DISCARDED]
-        good = min(lines[at, _ACCEPTED], max(kept - position, 0))
-        run = at
-        left = lines[run, _DRAFTED]
-        i = 0
-        while i < num or left > 0:
-            if i < num:
-                while b + 1 < table.shape[0] and bounds[b + 1] >> 2 <= position + i:
-                    b += 1
-                table[b, _TOKENS] += position + i < kept
-                ends[b] = times[at, 0]
-            if i == 0:
-                if table[b, _STEPS] == 0:
-                    table[b, _FIRST_STEP] = step
-                table[b, _STEPS] += 1
-                table[b, _SUM_BATCH] += lines[at, _BATCH]
-                table[b, _SUM_BUDGET] += lines[at, _BUDGET]
-            if left > 0:
-                cell = _CELLS + 3 * lines[run, _SOURCE]
-                table[b, cell] += 1
-                table[b, cell + 1] += i < good
-                table[b, cell + 2] += good <= i < verified
-                drafted[step] += 1
-                left -= 1
-                if left == 0 and run + 1 < lines.shape[0] and lines[run + 1, _TOKENS] == _GOES_ON:
-                    run += 1
-                    left = lines[run, _DRAFTED]
-            i += 1
-        accepted[step] = good
-        durations[step] = times[at, 1]
-        position += num
-        step += 1
-        at = run + 1
-    return step

@@ -570,10 +570,10 @@ def test_shutdown_closes_the_observer_once(model: Path) -> None:
 
 def test_warm_up_compiles_before_the_first_request(model: Path) -> None:
     """FR-16: every kernel has been called with the types of real use, and little memory was taken."""
-    from agentspec_runtime.drafting import answers, walk
+    from agentspec_runtime.drafting import answer_log, walk
 
     engine = ScriptedEngine(model, observer=Recorder())
-    kernels = (walk.draft_rows, walk.observe_rows, answers._add_step, answers._read_log)
+    kernels = (walk.draft_rows, walk.observe_rows, answer_log.enter_step, answer_log.read_log)
     compiled = [len(kernel.signatures) for kernel in kernels]
     assert min(compiled) > 0
     assert engine.scheduler._speculation._drafter.memory_bytes == 0

@@ -13,7 +13,7 @@ import pytest
 SCRIPT = textwrap.dedent(
     """
     import pathlib, resource, sys
-    from agentspec_runtime.drafting import Drafter, DraftingConfig, TokenTable, answers
+    from agentspec_runtime.drafting import Drafter, DraftingConfig, TokenTable, answer_log
     from agentspec_runtime.engine.warm_up import warm_up
     from agentspec_runtime.errors import ConfigurationError
 
@@ -21,7 +21,7 @@ SCRIPT = textwrap.dedent(
     if sys.argv[1] == "full":
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     else:
-        for kernel in vars(answers).values():
+        for kernel in vars(answer_log).values():
             if hasattr(kernel, "stats"):
                 index = pathlib.Path(kernel._cache._cache_file._index_path)
                 index.parent.mkdir(parents=True, exist_ok=True)

@@ -152,8 +152,9 @@ def test_a_real_ctrl_c_leaves_no_process(fake: Fake, tmp_path: Path) -> None:
     log = tmp_path / "log"
     program = textwrap.dedent(
         f"""
-        import sys, time
+        import signal, sys, time
         from pathlib import Path
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
         sys.path.insert(0, {str(Path(__file__).parent)!r})
         from test_demo_server import Fake
         from agentspec_runtime.demo.server import running_server

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
 from typing import Annotated, Any, TypedDict
@@ -316,7 +317,9 @@ async def _arun(agent: Any, style: str, mode: str, scenario: str, server: MockVL
         results = [await _aoutcome(_aonce(agent, style, mode, scenario, first))]
     if scenario == "interrupt" and style != "raw":
         results.append(await _aoutcome(_aonce(agent, style, mode, scenario, Command(resume="yes"))))
-    await asyncio.sleep(0.01)  # what the loop has to finish, it finishes
+    deadline = time.monotonic() + 5  # what the loop has to finish, it finishes, on a busy machine too
+    while len(asyncio.all_tasks()) > 1 and time.monotonic() < deadline:
+        await asyncio.sleep(0.01)
     results.append(("tasks left", len(asyncio.all_tasks()) - 1))
     if style == "raw":
         await agent.close()

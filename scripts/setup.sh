@@ -69,13 +69,27 @@ require_cpu_torch() {
 # Listed as requirements of vLLM, needed for pictures and sound only, and built for one version of torch: one
 # that does not fit breaks `import transformers`.
 remove_misfits() {
-  local name
-  for name in torchvision torchaudio torchcodec; do
-    if "$venv/bin/python" -m pip show -q "$name" 2>/dev/null && ! "$venv/bin/python" -c "import $name" 2>/dev/null; then
-      say "$name does not fit the torch that is installed; removing it (text models do not need it)"
-      "$venv/bin/python" -m pip uninstall -q -y "$name"
-    fi
-  done
+  local names
+  # Each is tried in a child of one process that has torch loaded: that takes ten seconds.
+  names="$("$venv/bin/python" -c '
+import importlib, importlib.util, os, sys
+import torch
+for name in sys.argv[1:]:
+    if importlib.util.find_spec(name) is None:
+        continue
+    child = os.fork()
+    if child == 0:
+        try:
+            importlib.import_module(name)
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    if os.waitpid(child, 0)[1] != 0:
+        print(name)
+' torchvision torchaudio torchcodec)"
+  [[ -n "$names" ]] || return 0
+  say "made for another torch, and text models do not need them; removing" $names
+  "$venv/bin/python" -m pip uninstall -q -y $names
 }
 
 # Each takes about a minute, and nothing of what is installed meanwhile changes it. A failure shows when it is

@@ -33,7 +33,7 @@ LOOSE = 1e-3
 
 @pytest.fixture(scope="module")
 def plain_answers(plain_server: Any) -> dict[str, Answer]:
-    return ask_all(plain_server.base_url, REQUESTS, at_once=4)
+    return ask_all(plain_server.base_url, REQUESTS, at_once=8)
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,8 @@
 # takes a second). Arguments are passed on in ARGS: make test ARGS="tests/server -x".
 
 PYTHON := .venv/bin/python
+# `make setup` leaves compiling to the first import (scripts/setup.sh), which has to keep it.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo test check format ci clean
 

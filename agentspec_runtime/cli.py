@@ -102,6 +102,17 @@ NoHintsOption = Annotated[
     typer.Option("--no-hints", help="Ignore the hints that clients send.", rich_help_panel=_ENGINE),
 ]
 
+AssistOption = Annotated[
+    str | None,
+    typer.Option(
+        "--assist",
+        metavar="METHOD:MODEL",
+        help="A model drafter beside ours, used where it is worth more: eagle3:PATH, eagle:PATH, "
+        "draft_model:MODEL.",
+        rich_help_panel=_ENGINE,
+    ),
+]
+
 _PASS_THROUGH: Final = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -115,6 +126,7 @@ def serve(
     memory_mb: MemoryOption = 512,
     cost_curve: CostCurveOption = "auto",
     no_hints: NoHintsOption = False,
+    assist: AssistOption = None,
     tenant_from: Annotated[
         str | None,
         typer.Option(
@@ -136,6 +148,7 @@ def serve(
 
     The server listens on 127.0.0.1 unless --host says otherwise.
     """
+    from agentspec_runtime.engine.args import parse_assist
     from agentspec_runtime.engine.middleware import parse_tenant_source
     from agentspec_runtime.engine.serve import ServeOptions
     from agentspec_runtime.engine.serve import serve as run_server
@@ -144,6 +157,7 @@ def serve(
     options = ServeOptions(
         plain=plain,
         config=config,
+        assist=parse_assist(assist) if assist else None,
         tenant_from=parse_tenant_source(tenant_from) if tenant_from else None,
         otlp=_otlp(otlp_endpoint, context.args),
     )
@@ -165,13 +179,14 @@ def engine_args_command(
     memory_mb: MemoryOption = 512,
     cost_curve: CostCurveOption = "auto",
     no_hints: NoHintsOption = False,
+    assist: AssistOption = None,
 ) -> None:
     """Print the vLLM arguments that turn our scheduler on.
 
     For your own command line: vllm serve MODEL $(agentspec engine-args). For Python: vllm.LLM(MODEL,
     **kwargs) with the kwargs of --json. What must be in the environment is told on stderr.
     """
-    from agentspec_runtime.engine.args import cpu_kv_cache_bytes, engine_args
+    from agentspec_runtime.engine.args import cpu_kv_cache_bytes, engine_args, parse_assist
     from agentspec_runtime.engine.compat import require_vllm
     from agentspec_runtime.engine.host import available_memory_bytes
 
@@ -180,6 +195,7 @@ def engine_args_command(
         _engine_config(speculate, budget, scope, memory_mb, cost_curve, no_hints),
         num_speculative_tokens=num_speculative_tokens,
         cpu=installation.cpu,
+        assist=parse_assist(assist) if assist else None,
         kv_cache_memory_bytes=cpu_kv_cache_bytes(available_memory_bytes()) if installation.cpu else None,
     )
     if as_json:

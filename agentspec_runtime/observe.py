@@ -14,14 +14,24 @@ accepted draft) is counted as `discarded`, not as accepted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from agentspec_runtime.hints import SegmentKind
 
-__all__ = ["BlockReport", "DraftSource", "Observer", "RequestReport", "StepReport", "Verdict"]
+__all__ = [
+    "BlockReport",
+    "DraftSource",
+    "Observer",
+    "RequestReport",
+    "StepReport",
+    "StepVerdictMap",
+    "Summable",
+    "Verdict",
+    "sum_verdicts",
+]
 
 
 class DraftSource(StrEnum):
@@ -49,6 +59,36 @@ class Verdict:
     def rejected(self) -> int:
         """Draft tokens that cost verification and gave nothing."""
         return self.drafted - self.accepted
+
+
+StepVerdictMap: TypeAlias = Mapping[tuple[SegmentKind, DraftSource], Verdict]
+
+
+@runtime_checkable
+class Summable(Protocol):
+    """Verdicts of a step that are cheaper to add up than to read."""
+
+    @classmethod
+    def sum_of(cls, parts: Sequence[StepVerdictMap]) -> StepVerdictMap:
+        """Their sum; all parts are of this class."""
+        ...
+
+
+def sum_verdicts(parts: Sequence[StepVerdictMap]) -> StepVerdictMap:
+    """Verdicts of several steps together."""
+    if parts and isinstance(parts[0], Summable) and len(set(map(type, parts))) == 1:
+        total: StepVerdictMap = type(parts[0]).sum_of(parts)
+        return total
+    sums: dict[tuple[SegmentKind, DraftSource], Verdict] = {}
+    for part in parts:
+        for key, v in part.items():
+            before = sums.get(key, Verdict())
+            sums[key] = Verdict(
+                drafted=before.drafted + v.drafted,
+                accepted=before.accepted + v.accepted,
+                discarded=before.discarded + v.discarded,
+            )
+    return sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +151,9 @@ class StepReport:
     time for what was scheduled, `measured_s` what it took. `draft_s` is time spent making drafts on
     the step's path, `index_s` time spent indexing. `grammar_cut` are draft tokens that a grammar did not
     allow: never verified, not in `num_draft_tokens`. `dropped_hints` and `internal_errors` are totals
-    since the engine started. `verdicts` is keyed by (block, source).
+    since the engine started. `assist_depth`: tokens that the worker's model drafter made per request in this
+    step, for the next one; `assist_gain`: tokens per request and step that it is expected to add, price of
+    their slots subtracted; both None where there is no such drafter. `verdicts` is keyed by (block, source).
     """
 
     num_sampling: int
@@ -127,7 +169,9 @@ class StepReport:
     grammar_cut: int = 0
     dropped_hints: int = 0
     internal_errors: int = 0
-    verdicts: Mapping[tuple[SegmentKind, DraftSource], Verdict] = field(default_factory=dict)
+    assist_depth: int | None = None
+    assist_gain: float | None = None
+    verdicts: StepVerdictMap = field(default_factory=dict)
 
 
 class Observer(Protocol):

@@ -11,6 +11,7 @@
     agentspec          ours
     agentspec-nohints  ours, ignoring what clients say
     agentspec-nobudget ours with a fixed survival threshold instead of the budget
+    agentspec-assist   ours beside a model drafter of vLLM: agentspec-assist:assist=eagle3:HEAD
     agentspec-off      our scheduler, never drafting: its tax
 
 All of them run on vLLM's first model runner, the only one that has every method.
@@ -30,6 +31,7 @@ from agentspec_runtime.engine.args import (
     RUNNER_VARIABLE,
     JsonValue,
     engine_args,
+    parse_assist,
 )
 from agentspec_runtime.engine.config import EngineConfig
 from agentspec_runtime.errors import ConfigurationError
@@ -51,6 +53,7 @@ _OURS: Final[Mapping[str, Mapping[str, JsonValue]]] = {
     "agentspec": {},
     "agentspec-nohints": {"hints": False},
     "agentspec-nobudget": {"budget": "fixed"},
+    "agentspec-assist": {},
     "agentspec-off": {"speculate": "off"},
 }
 
@@ -126,6 +129,9 @@ def _ours(
     draft_length = settings.pop("num_speculative_tokens", DEFAULT_NUM_SPECULATIVE_TOKENS)
     if not isinstance(draft_length, int) or draft_length < 1:
         raise ConfigurationError(f"{label}: num_speculative_tokens must be a whole number above 0")
+    assist = settings.pop("assist", None) if name == "agentspec-assist" else None
+    if name == "agentspec-assist" and not isinstance(assist, str):
+        raise ConfigurationError(f"{label}: needs its drafter: agentspec-assist:assist=eagle3:HEAD")
     scope: dict[str, JsonValue] = {} if reuse else {"scope": "request"}
     try:
         config = EngineConfig.model_validate({"telemetry": telemetry, **scope, **_OURS[name], **settings})
@@ -133,7 +139,13 @@ def _ours(
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ConfigurationError(f"{label}: {where}: {first['msg']}") from None
-    arguments = engine_args(config, num_speculative_tokens=draft_length, per_request_metrics=False, cpu=cpu)
+    arguments = engine_args(
+        config,
+        num_speculative_tokens=draft_length,
+        per_request_metrics=False,
+        cpu=cpu,
+        assist=parse_assist(assist) if isinstance(assist, str) else None,
+    )
     engine: dict[str, JsonValue] = json.loads(json.dumps(arguments.kwargs))
     return Method(
         label=label,

@@ -83,6 +83,10 @@ class BudgetPolicy(Protocol):
         """One step was measured."""
         ...
 
+    def assist_seconds(self, num_requests: int, num_attended: int) -> tuple[float, float]:
+        """What a token is worth, and what a pass of a model drafter over so many requests costs."""
+        ...
+
 
 class FixedBudget:
     """Draft every slot with at least the given survival, whatever the load. The comparison case."""
@@ -110,6 +114,10 @@ class FixedBudget:
     def observe(self, shape: StepShape, seconds: float) -> None:
         """Learn the step time, for the report only."""
         self.cost.observe(shape, seconds)
+
+    def assist_seconds(self, num_requests: int, num_attended: int) -> tuple[float, float]:  # noqa: ARG002
+        """Whatever helps, at any cost."""
+        return 1.0, 0.0
 
 
 class GoodputBudget:
@@ -152,6 +160,12 @@ class GoodputBudget:
     def observe(self, shape: StepShape, seconds: float) -> None:
         """Learn the step time."""
         self.cost.observe(shape, seconds)
+
+    def assist_seconds(self, num_requests: int, num_attended: int) -> tuple[float, float]:
+        """By the learned step time, decoding alone as in `choose`."""
+        requests = max(num_requests, 1)
+        shape = StepShape(num_tokens=requests, num_attended=num_attended, num_requests=requests)
+        return self.cost.predict(shape) / requests, self.cost.pass_seconds(requests)
 
     def _slot_cost(self, load: Load) -> FloatArray:
         shape = _shape(load, 0, 0)

@@ -6,6 +6,8 @@ Settings, each with its reason:
 - `speculative_config`: makes the worker verify drafts. The method is vLLM's `custom_class` with a proposer
   that proposes nothing, and `num_speculative_tokens` is the most that one request may draft in a step.
 - `async_scheduling=False`: drafts are made from the tokens of the step before, so that step must be over.
+- With a model drafter of the worker beside ours (`AssistModel`), that method and model instead; on a CPU a
+  worker class that repairs sampling (`worker.py`), which our proposer does otherwise.
 - `distributed_executor_backend`, on a CPU only: vLLM's executor without a question to the worker after every
   step that our empty proposer would answer with "nothing" (`executor.py`).
 - `additional_config["agentspec"]`: our own knobs (`EngineConfig`).
@@ -25,15 +27,19 @@ from types import MappingProxyType
 from typing import Final, Literal, TypedDict
 
 from agentspec_runtime.engine.config import ADDITIONAL_CONFIG_KEY, EngineConfig
+from agentspec_runtime.errors import ConfigurationError
 
 __all__ = [
+    "ASSIST_METHODS",
     "COMPILE_VARIABLE",
+    "CPU_WORKER",
     "DEFAULT_NUM_SPECULATIVE_TOKENS",
     "EXECUTOR",
     "PROPOSER",
     "RUNNER_VARIABLE",
     "SCHEDULER",
     "THREADS_VARIABLE",
+    "AssistModel",
     "EngineArguments",
     "EngineKwargs",
     "SpeculativeKwargs",
@@ -41,11 +47,13 @@ __all__ = [
     "cpu_kv_cache_bytes",
     "dotted",
     "engine_args",
+    "parse_assist",
 ]
 
 EXECUTOR: Final = "agentspec_runtime.engine.executor.QuietMultiprocExecutor"
 SCHEDULER: Final = "agentspec_runtime.engine.scheduler.AgentSpecScheduler"
 PROPOSER: Final = "agentspec_runtime.engine.proposer.NullProposer"
+CPU_WORKER: Final = "agentspec_runtime.engine.worker.RepairedCPUWorker"
 COMPILE_VARIABLE: Final = "VLLM_USE_AOT_COMPILE"
 THREADS_VARIABLE: Final = "VLLM_CPU_OMP_THREADS_BIND"
 RUNNER_VARIABLE: Final = "VLLM_USE_V2_MODEL_RUNNER"
@@ -69,6 +77,33 @@ class SpeculativeKwargs(TypedDict):
     num_speculative_tokens: int
 
 
+ASSIST_METHODS: Final = ("eagle3", "eagle", "draft_model")
+"""vLLM's methods whose proposer drafts as many tokens as the scheduler asks for, step by step (0.32)."""
+
+
+@dataclass(frozen=True, slots=True)
+class AssistModel:
+    """A model drafter for vLLM's worker: one of `ASSIST_METHODS`, and its folder or name."""
+
+    method: str
+    model: str
+
+
+def parse_assist(text: str) -> AssistModel:
+    """`METHOD:MODEL`, e.g. `eagle3:path/to/head`.
+
+    Raises:
+        ConfigurationError: it is not.
+    """
+    method, colon, model = text.partition(":")
+    if method not in ASSIST_METHODS or not colon or not model:
+        raise ConfigurationError(
+            f"assist {text!r}: expected METHOD:MODEL with one of the methods {', '.join(ASSIST_METHODS)}, "
+            "for example eagle3:examples/eagle_head/head"
+        )
+    return AssistModel(method, model)
+
+
 class EngineKwargs(TypedDict, total=False):
     """Keyword arguments of `vllm.LLM` and `vllm.EngineArgs`."""
 
@@ -76,6 +111,7 @@ class EngineKwargs(TypedDict, total=False):
     speculative_config: SpeculativeKwargs
     async_scheduling: bool
     distributed_executor_backend: str
+    worker_cls: str
     additional_config: dict[str, dict[str, JsonValue]]
     per_request_spec_decode_metrics: Literal["none", "summary", "detailed"]
     kv_cache_memory_bytes: int
@@ -110,6 +146,7 @@ def engine_args(
     per_request_metrics: bool = True,
     cpu: bool = False,
     kv_cache_memory_bytes: int | None = None,
+    assist: AssistModel | None = None,
 ) -> EngineArguments:
     """Arguments that make vLLM use our scheduler.
 
@@ -119,17 +156,22 @@ def engine_args(
         per_request_metrics: let vLLM count drafted and accepted tokens per request and step.
         cpu: whether vLLM is a CPU build, which always has its workers in processes of their own.
         kv_cache_memory_bytes: fixed size of the KV cache, instead of a share of the machine's memory.
+        assist: a model drafter of the worker beside ours.
     """
-    settings = (config or EngineConfig()).model_dump(mode="json", exclude_defaults=True)
+    chosen = (config or EngineConfig()).model_copy(update={"assist": "arbitrate" if assist else "off"})
+    settings = chosen.model_dump(mode="json", exclude_defaults=True)
+    method, model = (assist.method, assist.model) if assist else ("custom_class", PROPOSER)
     kwargs = EngineKwargs(
         scheduler_cls=SCHEDULER,
         speculative_config=SpeculativeKwargs(
-            method="custom_class", model=PROPOSER, num_speculative_tokens=num_speculative_tokens
+            method=method, model=model, num_speculative_tokens=num_speculative_tokens
         ),
         async_scheduling=False,
         additional_config={ADDITIONAL_CONFIG_KEY: settings},
     )
-    if cpu:
+    if cpu and assist:
+        kwargs["worker_cls"] = CPU_WORKER
+    elif cpu:
         kwargs["distributed_executor_backend"] = EXECUTOR
     if per_request_metrics:
         kwargs["per_request_spec_decode_metrics"] = "detailed"

@@ -45,11 +45,12 @@ def read_curve(path: Path) -> CostCurve:
         base, per_token, per_attended, per_request = (float(value) for value in data["coefficients"])
         bends = tuple(float(value) for value in data.get("bends", ()))
         verify = float(data.get("verify", 0.0))
-        values = (base, per_token, per_attended, per_request, *bends, verify)
+        per_pass, per_draft = (float(value) for value in data.get("assist", (0.0, 0.0)))
+        values = (base, per_token, per_attended, per_request, *bends, verify, per_pass, per_draft)
         if not 0.0 < base + per_token < math.inf or min(values) < 0.0 or not all(map(math.isfinite, values)):
             raise ValueError("step times must be positive")
         coefficients = (base, per_token, per_attended, per_request)
-        return CostCurve(coefficients=coefficients, bends=bends, verify=verify)
+        return CostCurve(coefficients=coefficients, bends=bends, verify=verify, assist=(per_pass, per_draft))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigurationError(
             f"cost_curve {str(path)!r} cannot be used ({error}): write one with `agentspec bench calibrate`"

@@ -6,7 +6,7 @@ of vLLM.
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterable, Iterator, Mapping, ValuesView
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,7 +16,7 @@ from agentspec_runtime.drafting import BLOCK_KINDS, SOURCES
 from agentspec_runtime.drafting.answers import AnswerAccount, BlockAccount
 from agentspec_runtime.drafting.draft import Int64Array
 from agentspec_runtime.hints import Hint, SegmentKind
-from agentspec_runtime.observe import BlockReport, DraftSource, RequestReport, Verdict
+from agentspec_runtime.observe import BlockReport, DraftSource, RequestReport, StepVerdictMap, Verdict
 
 __all__ = ["RequestLedger", "StepVerdicts"]
 
@@ -78,8 +78,13 @@ class StepVerdicts(Mapping[tuple[SegmentKind, DraftSource], Verdict]):
     """
 
     def __init__(self, totals: Int64Array) -> None:
-        self._totals = totals
+        self.totals = totals
         self._named: dict[tuple[SegmentKind, DraftSource], Verdict] | None = None
+
+    @classmethod
+    def sum_of(cls, parts: Sequence[StepVerdictMap]) -> StepVerdicts:
+        """Sums of several steps, not named yet."""
+        return cls(np.add.reduce([part.totals for part in parts if isinstance(part, cls)]))
 
     def __getitem__(self, key: tuple[SegmentKind, DraftSource]) -> Verdict:
         return self._read()[key]
@@ -102,7 +107,7 @@ class StepVerdicts(Mapping[tuple[SegmentKind, DraftSource], Verdict]):
         if self._named is None:
             self._named = {
                 (BLOCK_KINDS[kind], SOURCES[source]): Verdict(drafted=d, accepted=a, discarded=x)
-                for kind, by_source in enumerate(self._totals.tolist())
+                for kind, by_source in enumerate(self.totals.tolist())
                 for source, (d, a, x) in enumerate(by_source)
                 if d
             }

@@ -4,8 +4,8 @@ Rules of this file:
 
 - No policy here. What to draft is decided in `drafting/`, how much in `budget/`, the glue is
   `speculation.py`; this class only says when.
-- vLLM decides everything it decided before. We set `request.spec_token_ids` before it schedules, and
-  read what came out; the drafts of the worker's proposer are ignored.
+- vLLM decides everything it decided before. We set `request.spec_token_ids` before it schedules, say how
+  many tokens a model drafter of the worker shall make (`assist`; without one none), and read what came out.
 - Nothing of ours may raise inside a step. Every call goes through a `Guard`: an exception is counted,
   logged once per place, costs the requests of the step their drafts, and nothing else.
 
@@ -93,7 +93,13 @@ class AgentSpecScheduler(Scheduler):
         self._guard("draft", self._place_drafts)
         output = super().schedule(throttle_prefills)
         waiting = len(self.waiting)
-        self._guard("scheduled", lambda: self._speculation.scheduled(output, self.requests, waiting))
+        output.num_spec_tokens_to_schedule = 0  # unless our part says otherwise: no drafts by the worker
+
+        def scheduled() -> None:
+            depth = self._speculation.scheduled(output, self.requests, waiting)
+            output.num_spec_tokens_to_schedule = depth
+
+        self._guard("scheduled", scheduled)
         return output
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
@@ -119,7 +125,11 @@ class AgentSpecScheduler(Scheduler):
         return outputs
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """The worker's proposer has nothing to say; drafts are placed in `schedule`."""
+        """Drafts of the worker's own method (`assist`); all drafts are placed in `schedule`."""
+        self._guard(
+            "assist",
+            lambda: self._speculation.take_assist(draft_token_ids.req_ids, draft_token_ids.draft_token_ids),
+        )
 
     def shutdown(self) -> None:
         """See `Scheduler.shutdown`."""
@@ -167,10 +177,29 @@ def _check_config(vllm_config: VllmConfig) -> None:
             f"{vllm_config.model_config.model!r} has recurrent layers, from whose state a rejected draft "
             "cannot be taken back (vLLM issue 39273: garbled text): use `agentspec serve --plain` for it"
         )
+    _check_assist(vllm_config)
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         raise ConfigurationError(
             "AgentSpecScheduler does not work with pipeline parallelism (several steps are in flight): "
             "use tensor or data parallelism"
+        )
+
+
+def _check_assist(vllm_config: VllmConfig) -> None:
+    """Our drafts stand in the place of the drafter's: right only if those are not samples."""
+    speculative = vllm_config.speculative_config
+    own = vllm_config.additional_config.get(ADDITIONAL_CONFIG_KEY) or {}
+    assisted = speculative.method != "custom_class"
+    if assisted != (own.get("assist", "off") == "arbitrate"):
+        raise ConfigurationError(
+            f"speculative method {speculative.method!r} with assist={own.get('assist', 'off')!r}: a drafter "
+            "of vLLM beside ours needs assist='arbitrate', and without one it must be 'off' (agentspec "
+            "engine-args --assist METHOD:MODEL prints both)"
+        )
+    if assisted and speculative.draft_sample_method != "greedy":
+        raise ConfigurationError(
+            f"draft_sample_method {speculative.draft_sample_method!r}: vLLM would verify our drafts with the "
+            "probabilities of the drafter's own; leave it at 'greedy'"
         )
 
 

@@ -19,11 +19,13 @@ from typing import Final, Protocol
 from pydantic import ValidationError
 
 from agentspec_runtime.engine.args import (
+    CPU_WORKER,
     DEFAULT_NUM_SPECULATIVE_TOKENS,
     EXECUTOR,
-    PROPOSER,
     RUNNER_VARIABLE,
     SCHEDULER,
+    AssistModel,
+    SpeculativeKwargs,
     cpu_environment,
     cpu_kv_cache_bytes,
     dotted,
@@ -49,11 +51,13 @@ _MERGED_DESTS: Final = (*_SPECULATIVE_DESTS, "additional_config")
 class ServeOptions:
     """Our own options of `agentspec serve`.
 
-    `plain` starts the same server without our scheduler; `otlp` is endpoint and protocol for spans.
+    `plain` starts the same server without our scheduler; `assist` is a model drafter of vLLM's beside ours;
+    `otlp` is endpoint and protocol for spans.
     """
 
     plain: bool = False
     config: EngineConfig = field(default_factory=EngineConfig)
+    assist: AssistModel | None = None
     tenant_from: TenantSource | None = None
     otlp: tuple[str, str] | None = None
 
@@ -117,7 +121,7 @@ def plan_server(
     merged: list[str] = []
     if not options.plain:
         _refuse_contradictions(given, environment)
-        ours, merged = _scheduler_arguments(given, options.config, cpu=cpu)
+        ours, merged = _scheduler_arguments(given, options, cpu=cpu)
         if RUNNER_VARIABLE not in environment:
             variables[RUNNER_VARIABLE] = "0"
     if "enable_per_request_metrics" not in given and not given.get("disable_log_stats"):
@@ -162,18 +166,22 @@ def _refuse_contradictions(given: Mapping[str, object], environment: Mapping[str
             "--async-scheduling: drafts are made from the tokens of the step before, so that step must be "
             f"over: {way_out}"
         )
-    speculative = _speculative(given)
-    for key, value in (("method", "custom_class"), ("model", PROPOSER)):
-        if speculative.get(key, value) != value:
-            raise ConfigurationError(
-                f"speculative {key} {speculative[key]!r} contradicts `agentspec serve`, which makes drafts "
-                f"itself: {way_out}. How many tokens a draft may have is set with --spec-tokens"
-            )
     if environment.get(RUNNER_VARIABLE, "0").lower() in ("1", "true"):
         raise ConfigurationError(
             f"{RUNNER_VARIABLE}={environment[RUNNER_VARIABLE]}: that model runner has no custom proposers: "
             + way_out
         )
+
+
+def _refuse_other_drafters(theirs: Mapping[str, object], ours: SpeculativeKwargs) -> None:
+    for key, value in (("method", ours["method"]), ("model", ours["model"])):
+        if theirs.get(key, value) != value:
+            raise ConfigurationError(
+                f"speculative {key} {theirs[key]!r} contradicts `agentspec serve`, which makes drafts "
+                "itself: leave it out, or use --plain for a server without our scheduler. EAGLE-3 or a "
+                "draft model beside our drafts: --assist METHOD:MODEL. How many tokens a draft may have is "
+                "set with --spec-tokens"
+            )
 
 
 def _speculative(given: Mapping[str, object]) -> dict[str, object]:
@@ -190,7 +198,7 @@ def _speculative(given: Mapping[str, object]) -> dict[str, object]:
 
 
 def _scheduler_arguments(
-    given: Mapping[str, object], config: EngineConfig, *, cpu: bool
+    given: Mapping[str, object], options: ServeOptions, *, cpu: bool
 ) -> tuple[list[str], list[str]]:
     """Arguments that the user did not give, and the two merged settings."""
     length = _speculative(given).get("num_speculative_tokens", DEFAULT_NUM_SPECULATIVE_TOKENS)
@@ -199,10 +207,13 @@ def _scheduler_arguments(
             f"num_speculative_tokens {length!r}: expected a whole number from 1 "
             "(--speculate off drafts nothing)"
         )
-    ours = engine_args(config, num_speculative_tokens=length, cpu=cpu)
+    ours = engine_args(options.config, num_speculative_tokens=length, cpu=cpu, assist=options.assist)
+    _refuse_other_drafters(_speculative(given), ours.kwargs["speculative_config"])
     plain: list[str] = ["--scheduler-cls", SCHEDULER, "--no-async-scheduling"]
-    if cpu and "distributed_executor_backend" not in given:
+    if cpu and options.assist is None and "distributed_executor_backend" not in given:
         plain += ["--distributed-executor-backend", EXECUTOR]
+    if cpu and options.assist is not None and "worker_cls" not in given:
+        plain += ["--worker-cls", CPU_WORKER]
     if "per_request_spec_decode_metrics" not in given:
         plain += ["--per-request-spec-decode-metrics", "detailed"]
     merged = dotted("--speculative-config", {**_speculative(given), **ours.kwargs["speculative_config"]})

@@ -10,24 +10,27 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from agentspec_runtime.budget import BudgetPolicy, Load, Plan, StepShape
-from agentspec_runtime.drafting import BatchDraft, BatchObserved, Drafter, DraftScope
-from agentspec_runtime.drafting.answers import Answers, StepContext
+from agentspec_runtime.drafting import BatchDraft, Drafter, DraftScope
+from agentspec_runtime.drafting.answers import Answers
 from agentspec_runtime.drafting.blocks import kind_code
+from agentspec_runtime.engine.accounts import Accounts, StepWork
+from agentspec_runtime.engine.assist import Assist
 from agentspec_runtime.engine.config import EngineConfig
 from agentspec_runtime.engine.guard import Guard
-from agentspec_runtime.engine.ledger import RequestLedger, StepVerdicts
+from agentspec_runtime.engine.ledger import RequestLedger
 from agentspec_runtime.engine.request_facts import end_tokens, namespace, stop_strings, temperature_bucket
 from agentspec_runtime.engine.stop_strings import StopStrings, TokenText
 from agentspec_runtime.errors import HintError
-from agentspec_runtime.hints import HINT_VERSION, XARGS_KEY, Hint, SegmentKind, decode_hint
-from agentspec_runtime.observe import DraftSource, Observer, StepReport, Verdict
+from agentspec_runtime.hints import HINT_VERSION, XARGS_KEY, Hint, decode_hint
+from agentspec_runtime.observe import Observer
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -41,11 +44,6 @@ _log = logging.getLogger("agentspec.engine")
 
 _LATENCY_WEIGHT: Final[Mapping[str, float]] = {"interactive": 1.5, "normal": 1.0, "batch": 0.75}
 """How much a saved token of each class is worth against a normal one."""
-
-_RECENT_STEPS: Final = 64
-"""How far the engine may run ahead of the API that finds a stop string."""
-
-_EMPTY: Final = StepShape(num_tokens=0, num_attended=0, num_requests=0)
 
 _Reach: TypeAlias = Literal["corpus", "session", "request"]
 _REACH: Final[tuple[_Reach, ...]] = ("request", "session", "corpus")
@@ -63,19 +61,16 @@ class _Live:
     stops: StopStrings | None = None
 
 
-@dataclass(slots=True)
-class _Step:
-    """The step that is being executed."""
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """Drafts set for the step that is about to be scheduled."""
 
-    started: float
-    shape: StepShape = _EMPTY
+    sources: Mapping[str, bytes]
     plan: Plan | None = None
-    sources: dict[str, bytes] = field(default_factory=dict)
-    """Of each draft token, by request."""
     draft_s: float = 0.0
-    num_prefill: int = 0
-    num_sampling: int = 0
-    num_waiting: int = 0
+
+
+_NOTHING: Final = _Placed(sources={})
 
 
 class Speculation:
@@ -103,21 +98,22 @@ class Speculation:
         self._drafter = drafter
         self._budget = budget
         self._guard = guard
-        # Apart from the scheduler's: telemetry that fails must not cost drafts.
-        self._tell = Guard("the record is lost, nothing else")
         self._max_model_len = max_model_len
-        self._model = model
         self._structured_output = structured_output
-        self._observer = observer
-        self._answers = Answers(drafter.vocabulary, drafter.config.num_speculative_tokens)
-        self._accounts: Callable[[], None] | None = None
+        answers = Answers(drafter.vocabulary, drafter.config.num_speculative_tokens)
+        # With a guard of their own: telemetry that fails must not cost drafts.
+        self._accounts = Accounts(observer, answers, model=model, token_text=token_text, wall=wall)
+        self._assist = (
+            Assist(drafter.vocabulary.vocab_size, budget, config.assist_depth)
+            if config.assist == "arbitrate"
+            else None
+        )
         self._block_tokens = block_tokens
-        self._token_text = token_text
         self._clock = clock
         self._wall = wall
         self._live: dict[str, _Live] = {}
-        self._step: _Step | None = None
-        self._pending: tuple[dict[str, bytes], Plan | None, float] = ({}, None, 0.0)
+        self._step: StepWork | None = None
+        self._pending = _NOTHING
         self._index_s = 0.0
         self._dropped_hints = 0
         self._grammar_cut = 0
@@ -137,8 +133,7 @@ class Speculation:
         live = _Live(request, hint, session, ledger, cap, end_tokens(params), stops=stops)
         self._live[request.request_id] = live
         begins_in = kind_code(hint.expect[0]) if hint and hint.expect else 0
-        if self._observer is not None:
-            self._tell("blocks", lambda: self._answers.start(request.request_id, begins_in))
+        self._accounts.start(request.request_id, begins_in)
         if hint is not None:
             live.weight = _LATENCY_WEIGHT[hint.latency]
             if hint.speculate != "auto":
@@ -146,10 +141,13 @@ class Speculation:
         if live.cap == 0 or self._config.speculate == "off":
             return
         reach = _REACH[min(_REACH.index(self._config.scope), _REACH.index(hint.scope if hint else "corpus"))]
+        space = namespace(request)
+        if self._assist is not None:
+            self._assist.arbiter.start(request.request_id, space, begins_in)
         self._drafter.start(
             request.request_id,
             prompt,
-            scope=DraftScope(namespace=namespace(request), session=session, reach=reach),
+            scope=DraftScope(namespace=space, session=session, reach=reach),
             block_kind=begins_in,
             sampled=temperature_bucket(params.temperature),
             keys=request.block_hashes,
@@ -158,38 +156,16 @@ class Speculation:
 
     def finish(self, request: Request, reason: str) -> None:
         """A request is over, in whatever way."""
-        self._keep_accounts()
+        self._accounts.keep()
         live = self._live.pop(request.request_id, None)
         if live is None:
             return
+        if self._assist is not None:
+            self._assist.arbiter.finish(request.request_id)
         try:
             self._drafter.finish(request.request_id, keys=request.block_hashes)
         finally:
-            if self._observer is not None:
-                self._tell("on_request", partial(self._report_request, self._observer, live, reason))
-            self._answers.finish(request.request_id)
-
-    def _report_request(self, observer: Observer, live: _Live, reason: str) -> None:
-        request = live.request
-        num_cut = None if live.stops is None else self._num_behind_stop(live, live.stops)
-        report = live.ledger.report(
-            self._answers.read(request.request_id, num_cut=num_cut or 0),
-            req_id=request.request_id,
-            trace_headers=request.trace_headers,
-            session=live.session,
-            end_s=self._wall(),
-            num_preemptions=request.num_preemptions,
-            finish_reason=reason if num_cut is None else "stop",
-            model=self._model,
-        )
-        observer.on_request(report)
-
-    def _num_behind_stop(self, live: _Live, stops: StopStrings) -> int | None:
-        """Tokens that the API cut off behind a stop string; None where none ended the answer."""
-        token_ids = live.request.output_token_ids
-        recent = self._answers.num_recent(live.request.request_id, _RECENT_STEPS)
-        kept = stops.num_kept(token_ids, self._token_text, num_recent=recent)
-        return None if kept is None else len(token_ids) - kept
+            self._accounts.finish(request, live.ledger, live.session, live.stops, reason)
 
     def _read_hint(self, extra_args: Mapping[str, object] | None) -> Hint | None:
         if not self._config.hints or not extra_args or XARGS_KEY not in extra_args:
@@ -211,7 +187,7 @@ class Speculation:
 
     def place_drafts(self, running: Iterable[Request], waiting: Iterable[Request], max_tokens: int) -> None:
         """Set drafts on the requests that will decode in the step that is about to be scheduled."""
-        self._pending = ({}, None, 0.0)
+        self._pending = _NOTHING
         if self._config.speculate == "off":
             return
         begin = self._clock()
@@ -252,14 +228,29 @@ class Speculation:
         batch = self._draft(decoding, caps, load)
         plan = self._budget.choose(load, batch.survival, batch.lengths)
         sources = self._set_drafts(decoding, batch, plan)
-        self._pending = (sources, plan, self._clock() - begin)
+        self._pending = _Placed(sources, plan, self._clock() - begin)
 
     def _draft(self, decoding: Sequence[_Live], caps: Sequence[int], load: Load) -> BatchDraft:
         req_ids = [live.request.request_id for live in decoding]
         prices = self._budget.prices(load)
         batch = self._drafter.draft_batch(req_ids, caps, prices)
+        if self._assist is not None:
+            batch = self._with_assist(self._assist, req_ids, batch, caps, prices)
         batch.cut_before([live.ends for live in decoding])
         return batch
+
+    def _with_assist(
+        self,
+        assist: Assist,
+        req_ids: Sequence[str],
+        ours: BatchDraft,
+        caps: Sequence[int],
+        prices: npt.NDArray[np.float64],
+    ) -> BatchDraft:
+        """Drafts of both; ours alone if that fails."""
+        merged = [ours]
+        self._guard("assist", lambda: merged.append(assist.merge(req_ids, ours, caps, prices)))
+        return merged[-1]
 
     def _set_drafts(self, decoding: Sequence[_Live], batch: BatchDraft, plan: Plan) -> dict[str, bytes]:
         """Place the drafts of a plan; returns the sources of their tokens by request."""
@@ -293,10 +284,12 @@ class Speculation:
         by_context: int = self._max_model_len - request.num_tokens - 1
         return max(min(live.cap, by_limit, by_context), 0)
 
-    def scheduled(self, output: SchedulerOutput, requests: Mapping[str, Request], num_waiting: int) -> None:
-        """vLLM has decided what the step holds; it starts now."""
-        (sources, plan, draft_s), self._pending = self._pending, ({}, None, 0.0)
-        attended = num_prefill = num_sampling = 0
+    def scheduled(self, output: SchedulerOutput, requests: Mapping[str, Request], num_waiting: int) -> int:
+        """vLLM has decided what the step holds; it starts now. Returns how many tokens per request the
+        worker's own drafter shall make in it.
+        """
+        placed, self._pending = self._pending, _NOTHING
+        attended = context = num_prefill = num_sampling = 0
         now = 0.0
         drafted = output.scheduled_spec_decode_tokens
         for req_id, num in output.num_scheduled_tokens.items():
@@ -306,6 +299,7 @@ class Speculation:
                 num_prefill += num
             else:
                 num_sampling += 1
+                context += request.num_computed_tokens
                 num_prefill += num - 1 - len(drafted.get(req_id, ()))
             live = self._live.get(req_id)
             if live is not None and live.ledger.scheduled_s == 0.0:
@@ -313,21 +307,39 @@ class Speculation:
                 live.ledger.scheduled_s = now
                 if request.prefill_stats is not None:  # vLLM takes it away with the first token
                     live.ledger.num_cached_tokens = int(request.prefill_stats.num_cached_tokens)
+        assist = self._assist
+        depth = assist.depth(num_sampling, context) if assist is not None else 0
         shape = StepShape(
             num_tokens=output.total_num_scheduled_tokens,
             num_attended=attended,
             num_requests=num_sampling,
             verifies=bool(drafted),
+            assist_depth=depth,
         )
-        # Drafts that vLLM cut for want of room keep the sources of what is left.
-        kept = {r: s[: len(drafted[r])] for r, s in sources.items() if r in drafted}
-        self._step = _Step(self._clock(), shape, plan, kept, draft_s, num_prefill, num_sampling, num_waiting)
+        self._step = StepWork(
+            started=self._clock(),
+            shape=shape,
+            plan=placed.plan,
+            # Drafts that vLLM cut for want of room keep the sources of what is left.
+            sources={r: s[: len(drafted[r])] for r, s in placed.sources.items() if r in drafted},
+            draft_s=placed.draft_s,
+            num_prefill=num_prefill,
+            num_sampling=num_sampling,
+            num_waiting=num_waiting,
+            assist_gain=assist.gain if assist is not None else None,
+        )
+        return depth
+
+    def take_assist(self, req_ids: Sequence[str], drafts: Sequence[Sequence[int]]) -> None:
+        """The worker's own drafts for the next step."""
+        if self._assist is not None:
+            self._assist.offer(req_ids, drafts)
 
     def work(self) -> None:
         """While the worker computes: accounts of the last step; take in prompts, index finished text, a
         bounded slice.
         """
-        self._keep_accounts()
+        self._accounts.keep()
         begin = self._clock()
         self._drafter.work()
         self._index_s = self._clock() - begin
@@ -342,7 +354,7 @@ class Speculation:
         stop handling. `requests`: those that vLLM still knows.
         """
         # Without a step (`scheduled` failed) there is still text to take in, and requests that ended.
-        step, self._step = self._step or _Step(self._clock()), None
+        step, self._step = self._step or StepWork(self._clock()), None
         duration = self._clock() - step.started
         req_ids: list[str] = []
         new_ids: list[Sequence[int]] = []
@@ -355,10 +367,11 @@ class Speculation:
                 if output.finish_reason is not None and output.request_id not in requests:
                     ended.append((output.request_id, str(output.finish_reason)))
         observed = self._drafter.observe_batch(req_ids, new_ids)
-        if self._observer is not None:
-            self._keep_accounts()
-            wall = self._wall()
-            self._accounts = lambda: self._account(step, duration, wall, req_ids, observed, sampled)
+        if self._assist is not None:
+            assist = self._assist
+            self._guard("assist", lambda: assist.observe(req_ids, observed))
+        self._close_step(step)
+        self._accounts.enter(step, duration, req_ids, observed, sampled)
         for req_id, reason in ended:
             live = self._live.get(req_id)
             if live is not None:
@@ -366,30 +379,13 @@ class Speculation:
         if step.shape.num_tokens:
             self._budget.observe(step.shape, duration)
 
-    def _keep_accounts(self) -> None:
-        """Enter and report the step before, if that has waited. It waits for `work`, when nobody waits for
-        us, or for the end of a request.
-        """
-        accounts, self._accounts = self._accounts, None
-        if accounts is not None:
-            self._tell("accounts", accounts)
-
-    def _account(
-        self,
-        step: _Step,
-        duration: float,
-        wall: float,
-        req_ids: Sequence[str],
-        observed: BatchObserved,
-        sampled: Mapping[str, int],
-    ) -> None:
-        """Enter what a step did into the accounts of its requests, and report it."""
-        num_drafted = sum(map(len, step.sources.values()))
-        context = StepContext(end_s=wall, duration_s=duration, batch=step.num_sampling, budget=num_drafted)
-        totals = self._answers.add_step(
-            req_ids, observed.tokens, observed.offsets, context, step.sources, sampled
-        )
-        self._report_step(step, duration, num_drafted, StepVerdicts(totals) if num_drafted else {})
+    def _close_step(self, step: StepWork) -> None:
+        """Note what is only known when a step is over."""
+        step.grammar_cut, self._grammar_cut = self._grammar_cut, 0
+        step.index_s = self._index_s
+        step.index_bytes = self._drafter.memory_bytes
+        step.dropped_hints = self._dropped_hints
+        step.internal_errors = self._guard.errors
 
     def abandon(self, outputs: Mapping[int, EngineCoreOutputs], requests: Mapping[str, Request]) -> None:
         """Verdicts of a step could not be taken in: its requests, of whose text something may be missing
@@ -405,37 +401,6 @@ class Speculation:
                 if output.finish_reason is not None and output.request_id not in requests:
                     self.finish(live.request, str(output.finish_reason))
 
-    def _report_step(
-        self,
-        step: _Step,
-        duration: float,
-        num_drafted: int,
-        verdicts: Mapping[tuple[SegmentKind, DraftSource], Verdict],
-    ) -> None:
-        observer, plan = self._observer, step.plan
-        if observer is None:
-            return
-        report = StepReport(
-            num_sampling=step.num_sampling,
-            num_prefill_tokens=step.num_prefill,
-            num_draft_tokens=num_drafted,
-            num_waiting=step.num_waiting,
-            price=plan.price if plan else 0.0,
-            predicted_s=plan.predicted_s if plan else 0.0,
-            measured_s=duration,
-            draft_s=step.draft_s,
-            index_s=self._index_s,
-            index_bytes=self._drafter.memory_bytes,
-            grammar_cut=self._grammar_cut,
-            dropped_hints=self._dropped_hints,
-            internal_errors=self._guard.errors + self._tell.errors,
-            verdicts=verdicts,
-        )
-        self._grammar_cut = 0
-        self._tell("on_step", lambda: observer.on_step(report))
-
     def close(self) -> None:
         """The engine shuts down."""
-        self._keep_accounts()
-        if self._observer is not None:
-            self._observer.close()
+        self._accounts.close()

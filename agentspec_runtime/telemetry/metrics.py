@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 
 from agentspec_runtime.errors import MissingDependencyError
 from agentspec_runtime.hints import SegmentKind
-from agentspec_runtime.observe import DraftSource, RequestReport, StepReport
+from agentspec_runtime.observe import DraftSource, RequestReport, StepReport, sum_verdicts
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -37,6 +37,7 @@ _STEP_BUCKETS: Final = (
 )  # fmt: skip
 _DRAFT_BUCKETS: Final = (2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2)
 _TOKEN_BUCKETS: Final = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+_DEPTH_BUCKETS: Final = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16)
 _BATCH_BUCKETS: Final = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 512)
 _RATIO_BUCKETS: Final = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0, 4.0)
 
@@ -109,6 +110,16 @@ class EngineMetrics:
         self._cut = counter(
             "grammar_cut_tokens", "Draft tokens that a grammar did not allow; never verified."
         )
+        self._assist_depth = histogram(
+            "assist_depth",
+            "Tokens that the worker's model drafter made per request in a step.",
+            _DEPTH_BUCKETS,
+        )
+        self._assist_gain = Gauge(
+            "agentspec_assist_gain",
+            "Tokens per request and step that the model drafter is expected to add, price subtracted.",
+            registry=registry, multiprocess_mode="mostrecent",
+        )  # fmt: skip
         self._hints = counter("dropped_hints", "Hints that could not be used and were ignored.")
         self._errors = counter(
             "internal_errors", "Errors caught in our part of a step; it went on without drafts."
@@ -139,6 +150,8 @@ class EngineMetrics:
             self._measured.observe(report.measured_s)
             self._draft.observe(report.draft_s)
             self._index.observe(report.index_s)
+            if report.assist_depth is not None:
+                self._assist_depth.observe(report.assist_depth)
             if report.predicted_s > 0.0:
                 self._predicted.observe(report.predicted_s)
                 self._error.observe(report.measured_s / report.predicted_s)
@@ -146,21 +159,17 @@ class EngineMetrics:
         if reports:
             self._price.set(reports[-1].price)
             self._index_bytes.set(reports[-1].index_bytes)
+            if reports[-1].assist_gain is not None:
+                self._assist_gain.set(reports[-1].assist_gain)
 
     def _add_verdicts(self, reports: Iterable[StepReport]) -> None:
-        sums: dict[tuple[SegmentKind, DraftSource], list[int]] = {}
-        for report in reports:
-            for key, verdict in report.verdicts.items():
-                total = sums.setdefault(key, [0, 0, 0])
-                total[0] += verdict.drafted
-                total[1] += verdict.accepted
-                total[2] += verdict.discarded
-        for (kind, source), (drafted, accepted, discarded) in sums.items():
-            self._drafted.labels(kind, source).inc(drafted)
-            self._accepted.labels(kind, source).inc(accepted)
-            self._rejected.labels(kind, source).inc(drafted - accepted)
-            if discarded:
-                self._discarded.labels(kind, source).inc(discarded)
+        total = sum_verdicts([report.verdicts for report in reports if report.num_draft_tokens])
+        for (kind, source), verdict in total.items():
+            self._drafted.labels(kind, source).inc(verdict.drafted)
+            self._accepted.labels(kind, source).inc(verdict.accepted)
+            self._rejected.labels(kind, source).inc(verdict.rejected)
+            if verdict.discarded:
+                self._discarded.labels(kind, source).inc(verdict.discarded)
 
     def add_request(self, report: RequestReport) -> None:
         """Count a finished request."""

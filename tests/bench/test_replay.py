@@ -178,6 +178,11 @@ def test_settings_of_a_method_reach_the_engine_arguments() -> None:
         "agentspec": {"budget": "fixed", "min_survival": 0.5, "scope": "request", "telemetry": False}
     }
     assert not parse_method("agentspec-nohints").hints
+    assisted = parse_method("agentspec-assist:assist=eagle3:heads/mine,assist_depth=2", cpu=True).engine
+    assert assisted["speculative_config"]["model"] == "heads/mine"  # type: ignore[index,call-overload]
+    assert assisted["additional_config"] == {
+        "agentspec": {"assist": "arbitrate", "assist_depth": 2, "telemetry": False}
+    }
     suffix = parse_method("suffix", reuse=False).engine["speculative_config"]
     assert suffix["suffix_decoding_max_cached_requests"] == 0  # type: ignore[index,call-overload]
 
@@ -189,6 +194,8 @@ def test_settings_of_a_method_reach_the_engine_arguments() -> None:
         ("eagle3", "needs its head"),
         ("ngram:oops", "needed key=value"),
         ("agentspec:budget=never", "budget"),
+        ("agentspec-assist", "needs its drafter"),
+        ("agentspec-assist:assist=ngram:x", "METHOD:MODEL"),
         ("agentspec:num_speculative_tokens=0", "above 0"),
     ],
 )

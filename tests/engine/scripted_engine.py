@@ -148,7 +148,7 @@ class ScriptedEngine:
             self.scheduler._speculation._clock = lambda: self.clock_s
         self.observer = observer
         if observer is not None:
-            self.scheduler._speculation._observer = observer
+            self.scheduler._speculation._accounts._observer = observer
         self.script: dict[str, list[int]] = {}
         self.answers: dict[str, Answered] = {}
         self.num_steps = 0

@@ -13,12 +13,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentspec_runtime.drafting import SOURCES, TokenTable
+from agentspec_runtime.drafting import BLOCK_KINDS, SOURCES, TokenTable
 from agentspec_runtime.drafting.answers import Answers, StepContext
 from agentspec_runtime.engine import ledger as ledger_module
 from agentspec_runtime.engine.ledger import RequestLedger, StepVerdicts
 from agentspec_runtime.hints import Hint, SegmentKind
-from agentspec_runtime.observe import BlockReport, DraftSource, RequestReport, Verdict
+from agentspec_runtime.observe import (
+    BlockReport,
+    DraftSource,
+    RequestReport,
+    StepVerdictMap,
+    Verdict,
+    sum_verdicts,
+)
 
 WORD, OPEN, CLOSE, THINK, THOUGHT, BEGIN, END = range(7)
 TEXTS = [b"x", b"<tool_call>", b"</tool_call>", b"<think>", b"</think>", b"<tool", b"_call>"]
@@ -390,3 +397,26 @@ def test_what_is_known_of_a_request_is_told_with_its_account() -> None:
     assert report.trace_headers == {"traceparent": "00-1-2-01"}
     assert report.finish_reason == "stop"
     assert (report.num_prompt_tokens, report.num_cached_tokens, report.num_preemptions) == (7, 3, 1)
+
+
+@given(st.lists(st.lists(st.integers(0, 9), min_size=3, max_size=3), min_size=1, max_size=5), st.booleans())
+def test_verdicts_of_several_steps_add_up_either_way(cells: list[list[int]], mixed: bool) -> None:
+    """Unnamed and summed in one go, as the engine hands them over, or named one by one."""
+    tables = []
+    for number, (accepted, rejected, discarded) in enumerate(cells):
+        totals = np.zeros((len(BLOCK_KINDS), len(SOURCES), 3), np.int64)
+        totals[number % 2, number % 3] = accepted + rejected + discarded, accepted, discarded
+        tables.append(StepVerdicts(totals))
+    parts: list[StepVerdictMap] = [*tables, {}] if mixed else [*tables]
+    total = sum_verdicts(parts)
+    expected: Counter[tuple[object, ...]] = Counter()
+    for table in tables:
+        for key, verdict in table.items():
+            for name in ("drafted", "accepted", "discarded", "rejected"):
+                expected[(*key, name)] += getattr(verdict, name)
+    found = {
+        (*key, name): getattr(verdict, name)
+        for key, verdict in total.items()
+        for name in ("drafted", "accepted", "discarded", "rejected")
+    }
+    assert {k: v for k, v in found.items() if v} == {k: v for k, v in expected.items() if v}

@@ -24,6 +24,7 @@ from agentspec_runtime.drafting.memory import Document, Namespace, Session, Text
 from agentspec_runtime.drafting.requests import DraftingRequest
 from agentspec_runtime.drafting.slab import MIN_EXTENT
 from agentspec_runtime.engine import speculation as speculation_module
+from agentspec_runtime.engine.accounts import StepWork
 from agentspec_runtime.engine.ledger import RequestLedger
 from agentspec_runtime.hints import Hint
 from agentspec_runtime.observe import RequestReport, StepReport
@@ -41,7 +42,7 @@ OURS = (
     RequestLedger,
     DraftingRequest,
     speculation_module._Live,
-    speculation_module._Step,
+    StepWork,
 )
 
 
@@ -124,7 +125,7 @@ def check_tables(engine: ScriptedEngine) -> None:
     config = drafter.config
     assert not speculation._live
     assert len(drafter) == 0
-    assert len(speculation._answers) == 0
+    assert len(speculation._accounts._answers) == 0
     assert not drafter._requests._intake
     assert len(drafter._rows.fields) == config.max_requests, "more rows were made than run at once"
     assert len(memory.namespaces) <= config.max_namespaces
@@ -146,8 +147,9 @@ def test_ten_thousand_sessions_leave_a_bounded_rest(tmp_path: Path) -> None:
     watcher = Watcher()
     engine = ScriptedEngine(write_model_config(tmp_path / "model"), max_num_seqs=AT_ONCE)
     speculation = engine.scheduler._speculation
-    speculation._observer = watcher
+    speculation._accounts._observer = watcher
     speculation._clock, speculation._wall = jumping(1), jumping(2)
+    speculation._accounts._wall = speculation._wall
     counts = []
     for first in range(0, NUM_SESSIONS, AT_ONCE):
         numbers = range(first, first + AT_ONCE)

@@ -220,7 +220,7 @@ def engine_with_markers(model: Path, **options: Any) -> ScriptedEngine:
     engine = ScriptedEngine(model, **options)
     texts = [b"x"] * VOCAB
     texts[OPEN], texts[CLOSE] = b"<tool_call>", b"</tool_call>"
-    engine.scheduler._speculation._answers = Answers(TokenTable(texts), 8)
+    engine.scheduler._speculation._accounts._answers = Answers(TokenTable(texts), 8)
     return engine
 
 
@@ -239,7 +239,7 @@ def test_blocks_are_told_whether_anything_is_drafted_or_not(model: Path, off: st
     assert told == {"r": [("text", 9), ("tool_call", 23), ("text", 6)], "announced": [("code", 21)]}
     drafted = sum(sum(report.per_step_drafted) for report in recorder.requests)
     assert (drafted > 0) == (off == "never")
-    assert len(engine.scheduler._speculation._answers) == 0
+    assert len(engine.scheduler._speculation._accounts._answers) == 0
 
 
 def test_nothing_is_accounted_where_nobody_asks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,12 +250,12 @@ def test_nothing_is_accounted_where_nobody_asks(model: Path, monkeypatch: pytest
 
     engine = ScriptedEngine(model, config=settings(speculate="off"))
     for method in ("start", "add_step", "read"):
-        monkeypatch.setattr(engine.scheduler._speculation._answers, method, forbidden)
+        monkeypatch.setattr(engine.scheduler._speculation._accounts._answers, method, forbidden)
     engine.add("r", TEXT * 2, TEXT)
     engine.run()
     assert engine.answers["r"].tokens == [*TEXT, EOS]
     speculation = engine.scheduler._speculation
-    assert (speculation._guard.errors, speculation._tell.errors) == (0, 0)
+    assert (speculation._guard.errors, speculation._accounts.guard.errors) == (0, 0)
 
 
 def test_hints_can_be_ignored_by_the_engine(model: Path) -> None:

@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 
 from agentspec_runtime.engine.args import (
+    CPU_WORKER,
     EXECUTOR,
     PROPOSER,
     SCHEDULER,
+    AssistModel,
     cpu_kv_cache_bytes,
     dotted,
     engine_args,
+    parse_assist,
 )
 from agentspec_runtime.engine.compat import find_vllm
 from agentspec_runtime.engine.config import EngineConfig
@@ -242,6 +245,28 @@ def test_draft_length_is_set_with_any_spelling_of_vllm(plan, arguments: tuple[st
     }
     assert (parsed.spec_tokens, parsed.seed) == (None, 3)
     assert "-sc" not in made.arguments
+
+
+def test_a_model_drafter_of_vllm_stands_beside_ours(plan):
+    options = ServeOptions(assist=AssistModel("eagle3", "some/head"))
+    _, parsed = plan(options=options)
+    assert parsed.speculative_config == {
+        "method": "eagle3",
+        "model": "some/head",
+        "num_speculative_tokens": 32,
+    }
+    assert parsed.additional_config == {"agentspec": {"assist": "arbitrate"}}
+    assert parsed.worker_cls == CPU_WORKER
+    assert parsed.distributed_executor_backend is None  # the worker is asked for its drafts
+    assert plan(options=options, cpu=False)[1].worker_cls == "auto"
+    with pytest.raises(ConfigurationError, match="model 'other/head'"):
+        plan("--spec-model", "other/head", options=options)
+
+
+@pytest.mark.parametrize("text", ["eagle3", "eagle3:", "ngram:x", ":x", "suffix:some/model"])
+def test_an_assist_that_cannot_be_is_refused(text: str):
+    with pytest.raises(ConfigurationError, match="METHOD:MODEL"):
+        parse_assist(text)
 
 
 def test_additional_config_is_merged_and_the_users_part_wins(plan):

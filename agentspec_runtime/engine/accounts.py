@@ -1,7 +1,8 @@
 """Accounts of requests and steps, and the reports made of them for the observer.
 
-What a step did is entered while the worker computes the next one, or when a request of it ends: nobody waits
-for it then. Whatever fails here costs the record, never a draft and never a step.
+What a step did is entered, and what ended in it is reported, while the worker computes the next one: nobody
+waits for it then. Only when no request is left, there is no next one. Whatever fails here costs the record,
+never a draft and never a step.
 """
 
 from __future__ import annotations
@@ -70,10 +71,13 @@ class Accounts:
         self._token_text = token_text
         self._wall = wall
         self._waiting: Callable[[], None] | None = None
+        self._ended: dict[str, Callable[[], None]] = {}
 
     def start(self, req_id: str, kind: int) -> None:
         """A request arrives; its answer begins in a block of this kind."""
         if self._observer is not None:
+            if req_id in self._ended:
+                self.keep()
             self.guard("blocks", lambda: self._answers.start(req_id, kind))
 
     def finish(
@@ -83,28 +87,33 @@ class Accounts:
         session: str | None,
         stops: StopStrings | None,
         reason: str,
+        *,
+        last: bool,
     ) -> None:
-        """Report a request that is over, and forget it."""
+        """A request is over: report it with `keep`, or at once when it was the last one, and forget it."""
         observer = self._observer
-        if observer is not None:
+        if observer is None:
+            return
+        end_s = self._wall()
 
-            def report() -> None:
-                num_cut = None if stops is None else self._num_behind_stop(request, stops)
-                observer.on_request(
-                    ledger.report(
-                        self._answers.read(request.request_id, num_cut=num_cut or 0),
-                        req_id=request.request_id,
-                        trace_headers=request.trace_headers,
-                        session=session,
-                        end_s=self._wall(),
-                        num_preemptions=request.num_preemptions,
-                        finish_reason=reason if num_cut is None else "stop",
-                        model=self._model,
-                    )
+        def report() -> None:
+            num_cut = None if stops is None else self._num_behind_stop(request, stops)
+            observer.on_request(
+                ledger.report(
+                    self._answers.read(request.request_id, num_cut=num_cut or 0),
+                    req_id=request.request_id,
+                    trace_headers=request.trace_headers,
+                    session=session,
+                    end_s=end_s,
+                    num_preemptions=request.num_preemptions,
+                    finish_reason=reason if num_cut is None else "stop",
+                    model=self._model,
                 )
+            )
 
-            self.guard("on_request", report)
-        self._answers.finish(request.request_id)
+        self._ended[request.request_id] = report
+        if last:
+            self.keep()
 
     def enter(
         self,
@@ -126,10 +135,14 @@ class Accounts:
             self._waiting = partial(self._enter, self._observer, step, context, req_ids, observed, sampled)
 
     def keep(self) -> None:
-        """Enter and report the step before, if that has waited."""
+        """Enter and report the step before, if that has waited, and report what has ended since."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             self.guard("accounts", waiting)
+        ended, self._ended = self._ended, {}
+        for req_id, report in ended.items():
+            self.guard("on_request", report)
+            self._answers.finish(req_id)
 
     def close(self) -> None:
         """The engine shuts down."""

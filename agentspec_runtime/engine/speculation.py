@@ -156,7 +156,6 @@ class Speculation:
 
     def finish(self, request: Request, reason: str) -> None:
         """A request is over, in whatever way."""
-        self._accounts.keep()
         live = self._live.pop(request.request_id, None)
         if live is None:
             return
@@ -165,7 +164,8 @@ class Speculation:
         try:
             self._drafter.finish(request.request_id, keys=request.block_hashes)
         finally:
-            self._accounts.finish(request, live.ledger, live.session, live.stops, reason)
+            last = not self._live
+            self._accounts.finish(request, live.ledger, live.session, live.stops, reason, last=last)
 
     def _read_hint(self, extra_args: Mapping[str, object] | None) -> Hint | None:
         if not self._config.hints or not extra_args or XARGS_KEY not in extra_args:

@@ -632,3 +632,33 @@ def test_a_cost_curve_is_taken(model: Path, tmp_path: Path) -> None:
     engine.run()
     # Later steps correct the curve: the scripted worker takes no time at all.
     assert recorder.requests[0].per_step_drafted[:2] == (0, 0)
+
+
+def test_a_report_waits_for_the_worker_to_compute_unless_it_is_the_last(model: Path) -> None:
+    """What ends in a step is reported beside the next one, and with its last step entered."""
+    recorder = Recorder()
+    engine = ScriptedEngine(model, observer=recorder)
+    engine.add("short", TEXT, TEXT[:3])
+    engine.add("long", TEXT, TEXT[:30])
+    while engine.answers["short"].reason is None:
+        engine.step()
+    assert recorder.requests == []
+    engine.step()
+    assert [(r.req_id, r.num_output_tokens) for r in recorder.requests] == [("short", 4)]
+    while engine.answers["long"].reason is None:
+        engine.step()
+    assert [(r.req_id, r.num_output_tokens) for r in recorder.requests[1:]] == [("long", 31)]
+
+
+def test_an_id_that_comes_back_at_once_keeps_both_reports_apart(model: Path) -> None:
+    recorder = Recorder()
+    engine = ScriptedEngine(model, observer=recorder)
+    engine.add("other", TEXT, TEXT[:50])
+    engine.add("r", TEXT, TEXT[:3])
+    while engine.answers["r"].reason is None:
+        engine.step()
+    engine.add("r", TEXT, TEXT[:9])
+    engine.run()
+    assert sorted((r.req_id, r.num_output_tokens) for r in recorder.requests) == [
+        ("other", 51), ("r", 4), ("r", 10),
+    ]  # fmt: skip

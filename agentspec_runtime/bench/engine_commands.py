@@ -269,7 +269,11 @@ def live(
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder of the results.")],
     model: ModelOption = None,
     methods: Annotated[
-        str, typer.Option(help="plain, plain-sync, ngram, suffix, agentspec; settings as in replay.")
+        str,
+        typer.Option(
+            help="plain, plain-sync, ngram, suffix, eagle3:model=HEAD, agentspec, "
+            "agentspec-assist:assist=eagle3:HEAD; settings as in replay."
+        ),
     ] = "plain,agentspec",
     concurrency: Annotated[str, typer.Option(help="Agents at the same time.")] = "1,8",
     rounds: Annotated[int, typer.Option(min=1, help="How often every task is run, with other seeds.")] = 2,

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LivePlan", "LiveRow", "TaskOutcome", "live", "load_tasks", "run_jobs", "summarise_live"]
 
-_METHODS: Final = ("plain", "plain-sync", "ngram", "suffix", "agentspec")
+_METHODS: Final = ("plain", "plain-sync", "ngram", "suffix", "eagle3", "agentspec", "agentspec-assist")
 _TIMEOUT_S: Final = 600.0
 """One call; a full batch on a small machine answers slowly."""
 
@@ -253,17 +253,20 @@ def _notes(plan: LivePlan) -> dict[str, str | int | float | bool | None]:
 def _command(plan: LivePlan, label: str) -> ServerCommand:
     """Server of a method: plain with vLLM's flags for it, or ours."""
     name = label.partition(":")[0]
-    if name not in _METHODS or (name == "agentspec" and label != name):
+    bare = {"agentspec": label != name, "agentspec-assist": "," in label}
+    if name not in _METHODS or bare.get(name, False):
         raise ConfigurationError(f"method {label!r} has no live form: use {', '.join(_METHODS)}")
+    method = parse_method(label)
     flags: list[str] = []
-    if name != "agentspec":
-        for key, value in parse_method(label).engine.items():
+    if not method.ours:
+        for key, value in method.engine.items():
             flags += _flag(key, value)
     return _UntracedServer(
-        plain=name != "agentspec",
+        plain=not method.ours,
         port=free_port(),
         otlp_endpoint="",
         model=plan.model,
+        options=("--assist", label.partition("assist=")[2]) if name == "agentspec-assist" else (),
         vllm_flags=(*flags, *plan.vllm_flags),
     )
 

@@ -78,7 +78,7 @@ class Method:
 def split_methods(text: str) -> list[str]:
     """Labels of a comma-separated list, where a comma may also stand inside the settings of one method."""
     labels: list[str] = []
-    for part in filter(None, (piece.strip() for piece in text.split(","))):
+    for part in filter(None, (piece.strip() for piece in _split(text))):
         name = part.partition(":")[0]
         if "=" in name and labels:
             labels[-1] += f",{part}"
@@ -157,9 +157,21 @@ def _ours(
     )
 
 
+def _split(text: str) -> list[str]:
+    """At commas outside of brackets: a setting may be a JSON list."""
+    parts, depth = [""], 0
+    for char in text:
+        depth += (char in "[{") - (char in "]}")
+        if char == "," and depth <= 0:
+            parts.append("")
+        else:
+            parts[-1] += char
+    return parts
+
+
 def _settings(text: str, label: str) -> dict[str, JsonValue]:
     settings: dict[str, JsonValue] = {}
-    for part in filter(None, text.split(",")):
+    for part in filter(None, _split(text)):
         key, equals, value = part.partition("=")
         if not equals or not key.strip():
             raise ConfigurationError(f"{label}: needed key=value, got {part!r}")

@@ -34,12 +34,15 @@ _LOG_TAIL_LINES: Final = 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerCommand:
-    """What to start. `model` None is the embedded one; `vllm_flags` are passed on word for word."""
+    """What to start. `model` None is the embedded one; `options` are further ones of `agentspec serve`,
+    `vllm_flags` are passed on word for word.
+    """
 
     plain: bool
     port: int
     otlp_endpoint: str
     model: str | None = None
+    options: tuple[str, ...] = ()
     vllm_flags: tuple[str, ...] = ()
 
     def arguments(self) -> list[str]:
@@ -50,7 +53,7 @@ class ServerCommand:
         if self.plain:
             serve.append("--plain")
         serve.append(f"--otlp-endpoint={self.otlp_endpoint}")
-        return [*serve, "--", f"--port={self.port}", *self.vllm_flags]
+        return [*serve, *self.options, "--", f"--port={self.port}", *self.vllm_flags]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

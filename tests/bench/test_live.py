@@ -110,6 +110,10 @@ def test_a_method_becomes_the_flags_of_its_server(tmp_path: Path) -> None:
     assert {"--plain", "--no-async-scheduling", "--enforce-eager"} <= set(sync)
     place = ngram.index("--speculative-config.num_speculative_tokens")
     assert ngram[place + 1] == "7"
+    assisted = _command(plan, "agentspec-assist:assist=eagle3:some/head").arguments()
+    assert assisted[assisted.index("--assist") + 1] == "eagle3:some/head"
+    assert assisted.index("--assist") < assisted.index("--")
+    assert "--plain" in _command(plan, "eagle3:model=some/head").arguments()
     assert not any("otlp" in word for word in ours + sync + ngram)
     with pytest.raises(ConfigurationError, match="no live form"):
         _command(plan, "agentspec-nohints")

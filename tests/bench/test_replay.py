@@ -170,6 +170,10 @@ def test_settings_of_a_method_reach_the_engine_arguments() -> None:
         "prompt_lookup_min": 3,
         "prompt_lookup_max": 4,
     }
+    by_batch = "eagle3:model=h,num_speculative_tokens_per_batch_size=[[1,8,3],[9,64,0]]"
+    assert split_methods(f"plain,{by_batch},ngram") == ["plain", by_batch, "ngram"]
+    eagle = parse_method(by_batch).engine["speculative_config"]
+    assert eagle["num_speculative_tokens_per_batch_size"] == [[1, 8, 3], [9, 64, 0]]  # type: ignore[index,call-overload]
     assert parse_method("plain").engine == {}
     assert parse_method("plain-sync").engine == {"async_scheduling": False}
     ours = parse_method("agentspec-nobudget:num_speculative_tokens=8,min_survival=0.5", reuse=False)

@@ -1,4 +1,4 @@
-"""Real servers for the whole suite: ours, a plain one and one with tenants, each started once.
+"""Real servers for the whole suite: ours, a plain one, one with tenants and an EAGLE-3 head; started once.
 
 A test asks for `engine_server`, `plain_server` or `tenant_server` and gets a `Server`. All serve the embedded
 model eagerly in float32, so that greedy answers can be compared token for token. A start takes half a minute;
@@ -30,11 +30,15 @@ from agentspec_runtime.engine.compat import find_vllm
 from agentspec_runtime.errors import AgentSpecError
 from agentspec_runtime.telemetry.receiver import OtlpReceiver
 
+_HEAD: Final = Path(__file__).resolve().parent.parent / "examples" / "eagle_head" / "head"
 # Options of ours, flags of vLLM.
 _FIXTURES: Final[dict[str, tuple[list[str], list[str]]]] = {
     "engine_server": ([], []),
     "plain_server": (["--plain"], []),
-    "tenant_server": (["--tenant-from=header:x-tenant"], ["--enable-prompt-tokens-details"]),
+    "tenant_server": (
+        ["--tenant-from=header:x-tenant", f"--assist=eagle3:{_HEAD}"],
+        ["--enable-prompt-tokens-details"],
+    ),
 }
 # Half a minute alone, two minutes when all start on two cores, five when those are busy otherwise.
 _START_TIMEOUT_S: Final = 600
@@ -223,7 +227,9 @@ def plain_server(all_servers: _Servers) -> Server:
 
 @pytest.fixture(scope="session")
 def tenant_server(all_servers: _Servers) -> Server:
-    """`agentspec serve` that takes tenants from the header x-tenant. A test ends its engine process."""
+    """`agentspec serve` with tenants from the header x-tenant, and an EAGLE-3 head beside our drafts. A test
+    ends its engine process.
+    """
     return all_servers.get("tenant_server")
 
 

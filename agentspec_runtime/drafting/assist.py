@@ -239,8 +239,7 @@ class Arbiter:
 
     def _own_rate(self, relations: Int64Array, alone: _FloatArray, cells: Int64Array) -> _FloatArray:
         hits, trials = self._own[:, cells[:, 0], relations]
-        start = np.where(relations >= _DISAGREE, 0.6 * alone, alone)
-        rate: _FloatArray = (hits + _CELL_WEIGHT * start) / (trials + _CELL_WEIGHT)
+        rate: _FloatArray = (hits + _CELL_WEIGHT * alone) / (trials + _CELL_WEIGHT)
         return rate
 
     def _score(self, offer: _Offer, truth: Int32Array) -> None:
@@ -295,7 +294,8 @@ def _choose(
     used = np.arange(own.shape[1]) < ours.lengths[:, None]
     price = prices[:, None]
     own_gain = np.where(used, np.maximum(own - price, 0.0), 0.0).sum(axis=1)
-    alone_gain = np.where(used, np.maximum(ours.survival - price, 0.0), 0.0).sum(axis=1)
+    # Without the drafter the same slots would be drafted, with what is known now to be their worth.
+    alone_gain = np.where(used & (ours.survival > price), own - price, 0.0).sum(axis=1)
     their_gains = np.cumsum(np.maximum(their - price, 0.0), axis=1)
     gains = np.maximum(their_gains, own_gain[:, None]) - alone_gain[:, None]
     taken = offered & (their_gains[:, -1] > own_gain)

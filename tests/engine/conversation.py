@@ -41,42 +41,53 @@ class Answer:
     num_chunks: int = 0
 
 
-def ask(base_url: str, body: Mapping[str, Any], *, stream: bool = False) -> Answer:
+def ask(
+    base_url: str, body: Mapping[str, Any], *, stream: bool = False, headers: Mapping[str, str] = {}
+) -> Answer:
     """Send a request; a body with `prompt` goes to completions, one with `messages` to chat."""
     sent = dict(body)
     if stream:
         sent |= {"stream": True, "stream_options": {"include_usage": True}}
     try:
-        with post(base_url, sent) as response:
+        with post(base_url, sent, headers) as response:
             return _collect(_events(response)) if stream else _collect([json.load(response)])
     except urllib.error.HTTPError as error:
         with error:
             return Answer(status=error.code, message=error.read().decode())
 
 
-def post(base_url: str, body: Mapping[str, Any]) -> Any:
+def post(base_url: str, body: Mapping[str, Any], headers: Mapping[str, str] = {}) -> Any:
     """The open response."""
     path = "completions" if "prompt" in body else "chat/completions"
     request = urllib.request.Request(
-        f"{base_url}/{path}", json.dumps(body).encode(), {"content-type": "application/json"}
+        f"{base_url}/{path}", json.dumps(body).encode(), {"content-type": "application/json", **headers}
     )
     return urllib.request.urlopen(request, timeout=TIMEOUT_S)
 
 
 def ask_all(
-    base_url: str, bodies: Mapping[str, Mapping[str, Any]], *, at_once: int, stream: bool = False
+    base_url: str,
+    bodies: Mapping[str, Mapping[str, Any]],
+    *,
+    at_once: int,
+    stream: bool = False,
+    headers: Mapping[str, str] = {},
 ) -> dict[str, Answer]:
     """All of them, so many at once."""
     with ThreadPoolExecutor(at_once) as pool:
-        answers = pool.map(lambda body: ask(base_url, body, stream=stream), bodies.values())
+        answers = pool.map(lambda body: ask(base_url, body, stream=stream, headers=headers), bodies.values())
         return dict(zip(bodies, answers, strict=True))
 
 
-def metric(root_url: str, name: str) -> float:
-    """Sum of a Prometheus counter over its labels."""
+def metric(root_url: str, name: str, label: str = "") -> float:
+    """Sum of a Prometheus counter over its labels, or over those lines that have one (`source="assist"`)."""
     with urllib.request.urlopen(f"{root_url}/metrics", timeout=30) as response:
         lines = response.read().decode().splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
+    return sum(
+        float(line.rsplit(" ", 1)[1])
+        for line in lines
+        if line.startswith((f"{name} ", f"{name}{{")) and label in line
+    )
 
 
 def _events(response: Iterable[bytes]) -> Iterator[dict[str, Any]]:

@@ -116,6 +116,24 @@ def test_the_mix_was_drafted_for(served: dict[tuple[int, bool], dict[str, Answer
     assert len(drafted) > 0.6 * len(served[16, False])
 
 
+@pytest.mark.slow
+def test_a_model_drafter_beside_ours_changes_no_token(
+    tenant_server: Any, plain_answers: dict[str, Answer], plain_server: Any
+) -> None:
+    """EAGLE-3 and our drafts in one engine, chosen between per request and step (`--assist`)."""
+    tenant = {"x-tenant": "lossless"}
+    answers = ask_all(tenant_server.base_url, REQUESTS, at_once=16, headers=tenant)
+    for name, answer in answers.items():
+        assert (answer.status, answer.message) == (200, ""), name
+        (mine,), (theirs,) = answer.choices, plain_answers[name].choices
+        if mine.token_ids != theirs.token_ids:
+            _explain(plain_server.base_url, REQUESTS[name], mine.token_ids, theirs.token_ids)
+    accepted = "agentspec_accepted_tokens_total"
+    for source in ("assist", "request"):
+        assert metric(tenant_server.root_url, accepted, f'source="{source}"') > 10, source
+    assert metric(tenant_server.root_url, "agentspec_internal_errors_total") == 0
+
+
 def test_constrained_answers_keep_to_their_grammar(
     served: dict[tuple[int, bool], dict[str, Answer]],
 ) -> None:

@@ -153,6 +153,11 @@ def serve(
     from agentspec_runtime.engine.serve import ServeOptions
     from agentspec_runtime.engine.serve import serve as run_server
 
+    if plain and assist:
+        raise ConfigurationError(
+            "--plain with --assist: a plain server has vLLM's own speculation or none; for EAGLE-3 alone use "
+            "agentspec serve --plain -- --spec-method eagle3 --spec-model PATH --spec-tokens 3"
+        )
     config = _engine_config(speculate, budget, scope, memory_mb, cost_curve, no_hints)
     options = ServeOptions(
         plain=plain,

@@ -1,13 +1,15 @@
 """How long an engine step takes, learned from the steps themselves.
 
-    T(n, a, r, v, d) = base + per_request * r + per_attended * a + verify * v + (pass + draft * r) * d + f(n)
+    T(n, a, r, v, d) = base + per_request * r + per_attended * a + verify * v + f(n)
+                       + first * r * (d > 0) + (pass + per_draft * r) * max(d - 1, 0)
 
 `n`: tokens in the step (prompt chunks, one per decoding request, drafts); `a`: attended tokens, the sum
 over those n of the context they look back on (on a CPU, and for long contexts anywhere, attention is
 not free); `r`: requests that sample; `v`: 1 if the step verifies drafts, else 0. Such a step takes other
 kernels and the rejection sampler, whatever its size: on a 2-core CPU, 96 ms with one draft token where a step
 without took 70 (4k context), and every further token 5. `d`: tokens that a model drafter in the worker makes
-for each of those requests, a pass of the drafter each. `f` is piecewise linear with bends at fixed sizes.
+for each of those requests. Its first pass runs in any case (`budget.depth`), so the first token costs a
+sample of each request, and every further one a pass. `f` is piecewise linear with bends at fixed sizes.
 
 All coefficients are at least zero, so T rises and is convex in n: flat while the machine is
 memory-bound, then steeper, which is what GPUs and CPUs do apart from the padding to graph sizes. They
@@ -48,9 +50,10 @@ _BASE: Final = 0
 _REQUEST: Final = 1
 _ATTENDED: Final = 2
 _VERIFY: Final = 3
-_PASS: Final = 4
-_DRAFT: Final = 5
-_TOKEN: Final = 6
+_FIRST: Final = 4
+_PASS: Final = 5
+_DRAFT: Final = 6
+_TOKEN: Final = 7
 _NUM: Final = _TOKEN + 1 + len(_BENDS)
 _ATTENDED_SCALE: Final = 1e-3
 
@@ -80,14 +83,14 @@ class CostCurve:
 
     `coefficients`: base, per token, per 1,000 attended tokens, per request; seconds. `bends`: what a token
     costs more from each bend on, in the order of the bends; missing ones are zero. `verify`: seconds that a
-    step with drafts takes longer, whatever their number. `assist`: a pass of a model drafter, and its share
-    of one request.
+    step with drafts takes longer, whatever their number. `assist`: of a model drafter the first token per
+    request, a further pass, and that pass per request.
     """
 
     coefficients: tuple[float, float, float, float]
     bends: tuple[float, ...] = ()
     verify: float = 0.0
-    assist: tuple[float, float] = (0.0, 0.0)
+    assist: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 
 class StepCost:
@@ -100,7 +103,7 @@ class StepCost:
         else:
             guess[[_BASE, _TOKEN, _ATTENDED, _REQUEST]] = np.maximum(start.coefficients, 0.0)
             guess[_VERIFY] = max(start.verify, 0.0)
-            guess[[_PASS, _DRAFT]] = np.maximum(start.assist, 0.0)
+            guess[[_FIRST, _PASS, _DRAFT]] = np.maximum(start.assist, 0.0)
             bends = np.maximum(start.bends[: len(_BENDS)], 0.0)
             guess[_TOKEN + 1 : _TOKEN + 1 + bends.size] = bends
         self._guess = guess
@@ -121,12 +124,12 @@ class StepCost:
         base, per_token, per_attended, per_request = self._theta[
             [_BASE, _TOKEN, _ATTENDED, _REQUEST]
         ].tolist()
-        per_pass, per_draft = self._theta[[_PASS, _DRAFT]].tolist()
+        first, per_pass, per_draft = self._theta[[_FIRST, _PASS, _DRAFT]].tolist()
         return CostCurve(
             coefficients=(base, per_token, per_attended, per_request),
             bends=tuple(self._theta[_TOKEN + 1 :].tolist()),
             verify=self.verify_seconds,
-            assist=(per_pass, per_draft),
+            assist=(first, per_pass, per_draft),
         )
 
     @property
@@ -134,9 +137,13 @@ class StepCost:
         """Seconds that a step with drafts takes longer, whatever their number."""
         return float(self._theta[_VERIFY])
 
-    def pass_seconds(self, num_requests: int) -> float:
-        """Seconds of one pass of a model drafter over so many requests."""
-        return float(self._theta[_PASS] + self._theta[_DRAFT] * num_requests)
+    def assist_seconds(self, num_requests: int, max_depth: int) -> _FloatArray:
+        """Seconds that a model drafter takes for 0 to `max_depth` tokens of so many requests."""
+        depths = np.arange(max_depth + 1)
+        per_pass = self._theta[_PASS] + self._theta[_DRAFT] * num_requests
+        first = self._theta[_FIRST] * num_requests
+        seconds: _FloatArray = first * (depths > 0) + per_pass * np.maximum(depths - 1, 0)
+        return seconds
 
     def slope(self, shape: StepShape) -> tuple[float, float]:
         """Seconds that one more token costs at this shape: per token, and per attended token."""
@@ -201,8 +208,9 @@ def _features(shape: StepShape) -> _FloatArray:
     x[_REQUEST] = shape.num_requests
     x[_ATTENDED] = shape.num_attended * _ATTENDED_SCALE
     x[_VERIFY] = shape.verifies
-    x[_PASS] = shape.assist_depth
-    x[_DRAFT] = shape.assist_depth * shape.num_requests
+    x[_FIRST] = shape.num_requests if shape.assist_depth else 0
+    x[_PASS] = max(shape.assist_depth - 1, 0)
+    x[_DRAFT] = x[_PASS] * shape.num_requests
     x[_TOKEN] = n
     for i, bend in enumerate(_BENDS, start=_TOKEN + 1):
         x[i] = n - bend if n > bend else 0.0

@@ -1,13 +1,13 @@
 """How many tokens a model drafter in the worker should make for the next step; 0 leaves it out.
 
-The drafter is worth its gain: the tokens that it is expected to add to our own drafts, price of their slots
+The drafter is worth its gain: the tokens that it adds to our own drafts by expectation, price of their slots
 already subtracted (`drafting.assist`), times the seconds that a token costs without it. It costs the seconds
-of its passes, one per token of depth, which the step time tells (`budget.cost`). The depth with the highest
-difference is taken, if that is positive by a margin.
+that the step time tells (`budget.cost`). The depth with the highest difference is taken, if that differs by a
+margin from the one in use.
 
-While it is left out nothing is seen of its gain, and while it always runs nothing of its cost: every
-`_PROBE_EVERY`-th step does the opposite. A probe costs at most a few per cent of one step in so many. The
-worker still runs the drafter's first pass over new tokens at depth 0, so its state is right when it returns.
+While it is left out nothing is seen of its gain, and while it always runs nothing of its cost: one step in
+`_PROBE_EVERY` does the opposite. The worker runs the drafter's first pass over new tokens at depth 0 as well,
+so that its state is right when it returns.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ _FloatArray = npt.NDArray[np.float64]
 
 _SMOOTH: Final = 0.05
 """Of a new gain: twenty observations, as a step's gain is a mean over few requests."""
+_SMOOTH_PROBES: Final = 0.2
+"""Of depths beyond the one in use, which only probes see: known again after five of them, some 250 steps."""
 _PROBE_EVERY: Final = 48
 _FIRST_STEPS: Final = 16
-"""Depths alternate at first, so that both gain and cost are known soon."""
+"""Depths alternate at first, so that both gain and cost are known soon: in pairs, because the drafts of one
+step are verified in the next, and what verifying costs must not look like what drafting costs."""
 _MARGIN: Final = 0.1
 """A change of depth must be worth a tenth of the drafter's cost; less is noise, and would flap."""
 
@@ -45,24 +48,23 @@ class AssistDepth:
         """Expected tokens per request and step at the depth in use (at full depth while it is 0)."""
         return float(self._gains[(self._depth or self.max_depth) - 1])
 
-    def choose(self, num_requests: int, token_seconds: float, pass_seconds: float) -> int:
+    def choose(self, num_requests: int, token_seconds: float, seconds: _FloatArray) -> int:
         """Depth for the step that is about to run.
 
         Args:
-            num_requests: requests that sample in it; none, no draft.
+            num_requests: requests of it that may use a draft; none, no draft.
             token_seconds: what a token costs without the drafter.
-            pass_seconds: one pass of the drafter over so many requests.
+            seconds: of the drafter, float64[max_depth + 1] for depths from 0.
         """
         if num_requests == 0:
             return 0
         self._steps += 1
         if self._steps <= _FIRST_STEPS:
-            return self.max_depth if self._steps % 2 else 0
-        depths = np.arange(self.max_depth + 1)
+            return self.max_depth if (self._steps - 1) // 2 % 2 == 0 else 0
         worth = np.concatenate([[0.0], self._gains]) * num_requests * token_seconds
-        surplus = worth - depths * pass_seconds
+        surplus = worth - seconds
         best = int(np.argmax(surplus))
-        if surplus[best] - surplus[self._depth] > _MARGIN * max(best, self._depth) * pass_seconds:
+        if surplus[best] - surplus[self._depth] > _MARGIN * max(seconds[best], seconds[self._depth]):
             self._depth = best
         if self._steps % _PROBE_EVERY == 0:
             return 0 if self._depth == self.max_depth else self.max_depth
@@ -72,5 +74,6 @@ class AssistDepth:
         """Gains of drafts that were there: float64[D] for depth 1 to D, none where there were none."""
         num = min(gains.size, self.max_depth)
         self._seen[:num] += 1
-        rate = np.maximum(_SMOOTH, 1.0 / np.maximum(self._seen[:num], 1.0))
+        usual = np.where(np.arange(num) < self._depth, _SMOOTH, _SMOOTH_PROBES)
+        rate = np.maximum(usual, 1.0 / np.maximum(self._seen[:num], 1.0))
         self._gains[:num] += rate * (gains[:num] - self._gains[:num])

@@ -21,14 +21,14 @@ in TETRIS, here with a cost per slot instead of a given capacity.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from agentspec_runtime.budget.cost import StepCost, StepShape
 
-__all__ = ["BudgetPolicy", "FixedBudget", "GoodputBudget", "Load", "Plan"]
+__all__ = ["AssistPrices", "BudgetPolicy", "FixedBudget", "GoodputBudget", "Load", "Plan"]
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -49,6 +49,7 @@ class Load:
     `contexts` int64[R]: tokens that each decoding request looks back on. `prefill_tokens` and
     `prefill_attended`: prompt tokens expected beside them. `weights` float64[R]: latency class, 1.0
     is normal. `num_waiting`: requests that may be started in it. `room`: most draft tokens that fit.
+    `assist_depth`: tokens that a model drafter of the worker will probably make in it per request.
     """
 
     contexts: IntArray
@@ -57,6 +58,7 @@ class Load:
     weights: FloatArray
     num_waiting: int
     room: int
+    assist_depth: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,16 @@ class Plan:
     lengths: IntArray
     price: float
     predicted_s: float
+
+
+class AssistPrices(NamedTuple):
+    """Seconds: what a token is worth, what a model drafter takes for 0 to D tokens of each request (float64
+    [D + 1]), and what a step takes longer because it verifies drafts at all.
+    """
+
+    token: float
+    drafter: FloatArray
+    verify: float
 
 
 class BudgetPolicy(Protocol):
@@ -83,8 +95,8 @@ class BudgetPolicy(Protocol):
         """One step was measured."""
         ...
 
-    def assist_seconds(self, num_requests: int, num_attended: int) -> tuple[float, float]:
-        """What a token is worth, and what a pass of a model drafter over so many requests costs."""
+    def assist_prices(self, num_requests: int, num_attended: int, max_depth: int) -> AssistPrices:
+        """For a drafter of so many requests, which look back on `num_attended` tokens together."""
         ...
 
 
@@ -115,9 +127,14 @@ class FixedBudget:
         """Learn the step time, for the report only."""
         self.cost.observe(shape, seconds)
 
-    def assist_seconds(self, num_requests: int, num_attended: int) -> tuple[float, float]:  # noqa: ARG002
+    def assist_prices(
+        self,
+        num_requests: int,  # noqa: ARG002
+        num_attended: int,  # noqa: ARG002
+        max_depth: int,
+    ) -> AssistPrices:
         """Whatever helps, at any cost."""
-        return 1.0, 0.0
+        return AssistPrices(1.0, np.zeros(max_depth + 1), 0.0)
 
 
 class GoodputBudget:
@@ -161,11 +178,15 @@ class GoodputBudget:
         """Learn the step time."""
         self.cost.observe(shape, seconds)
 
-    def assist_seconds(self, num_requests: int, num_attended: int) -> tuple[float, float]:
+    def assist_prices(self, num_requests: int, num_attended: int, max_depth: int) -> AssistPrices:
         """By the learned step time, decoding alone as in `choose`."""
         requests = max(num_requests, 1)
         shape = StepShape(num_tokens=requests, num_attended=num_attended, num_requests=requests)
-        return self.cost.predict(shape) / requests, self.cost.pass_seconds(requests)
+        return AssistPrices(
+            self.cost.predict(shape) / requests,
+            self.cost.assist_seconds(requests, max_depth),
+            self.cost.verify_seconds,
+        )
 
     def _slot_cost(self, load: Load) -> FloatArray:
         shape = _shape(load, 0, 0)
@@ -177,6 +198,7 @@ class GoodputBudget:
             num_tokens=load.contexts.size,
             num_attended=int(load.contexts.sum()),
             num_requests=load.contexts.size,
+            assist_depth=load.assist_depth,
         )
         return self.cost.predict(shape) + self._draft_seconds
 
@@ -204,4 +226,5 @@ def _shape(load: Load, draft_tokens: int, draft_attended: int) -> StepShape:
         num_attended=int(load.contexts.sum()) + load.prefill_attended + draft_attended,
         num_requests=requests,
         verifies=draft_tokens > 0,
+        assist_depth=load.assist_depth,
     )

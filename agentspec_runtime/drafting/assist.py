@@ -15,7 +15,7 @@ Arrays: R requests, D positions of the drafter, K of ours.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias
@@ -56,17 +56,21 @@ _LIMIT: Final = 1024.0
 """Counts are halved there: the horizon in which a change of traffic is followed."""
 
 _MAX_NAMESPACES: Final = 64
+_UNCOUNTED: Final = _MAX_NAMESPACES
+"""The row of requests that come while every counted namespace has a request running: always at the prior."""
 
 
 class Merged(NamedTuple):
     """One draft per request, and what the drafter was worth.
 
-    `gains` float64[D]: tokens per request and step, price of slots subtracted, that a drafter of depth 1 to D
-    is expected to add to our own drafts; the mean over requests for which it had a draft. Empty without one.
+    `gains` float64[R, D]: tokens, price of slots subtracted, that a drafter of depth 1 to D is expected to
+    add to our own draft. `offered` bool[R]: where it had a draft; `taken` bool[R]: where that was chosen.
     """
 
     batch: BatchDraft
     gains: _FloatArray
+    offered: npt.NDArray[np.bool_]
+    taken: npt.NDArray[np.bool_]
 
 
 @dataclass(slots=True)
@@ -100,25 +104,35 @@ class Arbiter:
         self._vocab_size = vocab_size
         self._known: dict[str, _Known] = {}
         self._rows: OrderedDict[str, int] = OrderedDict()
-        narrow = (_MAX_NAMESPACES, _RELATIONS, _POSITIONS, len(BLOCK_KINDS), _RECENT)
+        self._running: Counter[int] = Counter()
+        narrow = (_MAX_NAMESPACES + 1, _RELATIONS, _POSITIONS, len(BLOCK_KINDS), _RECENT)
         # [hits, trials] of the drafter's tokens, in narrow cells and over blocks; and of ours beside them.
         self._narrow = np.zeros((2, *narrow))
         self._wide = np.zeros((2, *narrow[:3]))
-        self._own = np.zeros((2, _MAX_NAMESPACES, _RELATIONS))
+        self._own = np.zeros((2, _MAX_NAMESPACES + 1, _RELATIONS))
         self._waiting: dict[str, Sequence[int]] = {}
         self._offer: _Offer | None = None
 
     def start(self, req_id: str, namespace: str, kind: int = 0) -> None:
         """A request begins; counts are shared within its namespace only."""
-        self._known[req_id] = _Known(self._row_of(namespace), kind)
+        self.finish(req_id)
+        row = self._row_of(namespace)
+        self._running[row] += 1
+        self._known[req_id] = _Known(row, kind)
 
     def finish(self, req_id: str) -> None:
         """A request is over; unknown ids are ignored."""
-        self._known.pop(req_id, None)
+        known = self._known.pop(req_id, None)
+        if known is not None:
+            self._running[known.row] -= 1
         self._waiting.pop(req_id, None)
+
+    def __contains__(self, req_id: str) -> bool:
+        return req_id in self._known
 
     def offer(self, req_ids: Sequence[str], drafts: Sequence[Sequence[int]]) -> None:
         """The worker's drafts for the next step. They replace all earlier ones."""
+        self._offer = None
         self._waiting = {r: d for r, d in zip(req_ids, drafts, strict=True) if r in self._known and len(d)}
 
     def merge(
@@ -131,7 +145,7 @@ class Arbiter:
         depth = theirs.shape[1]
         offered = theirs[:, :1].ravel() >= 0 if depth else np.zeros(len(req_ids), np.bool_)
         if not offered.any():
-            return Merged(ours, np.zeros(0))
+            return Merged(ours, np.zeros((len(req_ids), 0)), offered, offered)
         own_ids = np.full_like(theirs, -1)
         width = min(depth, ours.token_ids.shape[1])
         columns = np.arange(width)
@@ -171,19 +185,21 @@ class Arbiter:
 
     def _row_of(self, namespace: str) -> int:
         row = self._rows.pop(namespace, None)
-        if row is None:
-            if len(self._rows) < _MAX_NAMESPACES:
-                row = len(self._rows)
-            else:
-                row = self._rows.popitem(last=False)[1]
-                for counts in (self._narrow, self._wide, self._own):
-                    counts[:, row] = 0.0
+        if row is None and len(self._rows) < _MAX_NAMESPACES:
+            row = len(self._rows)
+        elif row is None:
+            oldest = next((name for name, used in self._rows.items() if not self._running[used]), None)
+            if oldest is None:
+                return _UNCOUNTED
+            row = self._rows.pop(oldest)
+            for counts in (self._narrow, self._wide, self._own):
+                counts[:, row] = 0.0
         self._rows[namespace] = row
         return row
 
     def _cell(self, req_id: str) -> tuple[int, int, int]:
         known = self._known.get(req_id)
-        return (0, 0, 0) if known is None else (known.row, known.kind, known.recent)
+        return (_UNCOUNTED, 0, 0) if known is None else (known.row, known.kind, known.recent)
 
     def _as_array(
         self, req_ids: Sequence[str], waiting: dict[str, Sequence[int]], caps: Sequence[int]
@@ -244,7 +260,7 @@ class Arbiter:
 
     def _score(self, offer: _Offer, truth: Int32Array) -> None:
         row, kind, recent = offer.cells.T
-        alive = np.ones(len(truth), np.bool_)
+        alive = row != _UNCOUNTED
         own_alive = alive.copy()
         for j in range(truth.shape[1]):
             relation = offer.relations[:, j]
@@ -290,28 +306,48 @@ def _choose(
 ) -> Merged:
     """Per request the chain with the higher gain; see `Arbiter.merge`."""
     count, depth = theirs.shape
-    width = max(depth, own.shape[1])
-    used = np.arange(own.shape[1]) < ours.lengths[:, None]
     price = prices[:, None]
-    own_gain = np.where(used, np.maximum(own - price, 0.0), 0.0).sum(axis=1)
-    # Without the drafter the same slots would be drafted, with what is known now to be their worth.
-    alone_gain = np.where(used & (ours.survival > price), own - price, 0.0).sum(axis=1)
+    used = (np.arange(own.shape[1]) < ours.lengths[:, None]) & (own > price)
+    own_gain = np.where(used, own - price, 0.0).sum(axis=1)
     their_gains = np.cumsum(np.maximum(their - price, 0.0), axis=1)
-    gains = np.maximum(their_gains, own_gain[:, None]) - alone_gain[:, None]
     taken = offered & (their_gains[:, -1] > own_gain)
 
+    width = max(depth, own.shape[1])
     ids = np.zeros((count, width), np.int32)
     survival = np.zeros((count, width), np.float32)
     sources = np.zeros((count, width), np.int8)
     ids[:, : own.shape[1]] = ours.token_ids
     survival[:, : own.shape[1]] = own
     sources[:, : own.shape[1]] = ours.sources
-    lengths = ours.lengths.copy()
+    lengths = np.where(offered, used.sum(axis=1), ours.lengths)
     alike = (relations >= _AGREE) & (relations < _DISAGREE)
     shared = min(depth, own.shape[1])
     ids[taken, :depth] = np.maximum(theirs[taken], 0)
     survival[taken, :depth] = their[taken]
     sources[taken, :depth] = _ASSIST
     sources[taken, :shared] = np.where(alike[taken, :shared], ours.sources[taken, :shared], np.int8(_ASSIST))
-    lengths[taken] = (theirs[taken] >= 0).sum(axis=1)
-    return Merged(BatchDraft(ids, survival, sources, lengths), gains[offered].mean(axis=0))
+    lengths[taken] = (their[taken] > price[taken]).sum(axis=1)
+    gains = _gains(ours, own, their_gains, prices)
+    return Merged(BatchDraft(ids, survival, sources, lengths), gains, offered, taken)
+
+
+def _gains(ours: BatchDraft, own: _FloatArray, their_gains: _FloatArray, prices: _FloatArray) -> _FloatArray:
+    """What a drafter of each depth adds, float64[R, D].
+
+    Without it, those of our slots would be drafted that seem worth it by themselves, and each has the worth
+    that is known now. A drafter of less depth tells less: behind its end our survival is what it was alone.
+    """
+    price = prices[:, None]
+    alone = ours.survival.astype(np.float64)
+    used = np.arange(own.shape[1]) < ours.lengths[:, None]
+    without = np.where(used & (alone > price), own - price, 0.0).sum(axis=1)
+    gains = np.empty_like(their_gains)
+    for j in range(their_gains.shape[1]):
+        known = own.copy()
+        if j < own.shape[1]:
+            known[:, j + 1 :] = own[:, j : j + 1] * (
+                alone[:, j + 1 :] / np.maximum(alone[:, j : j + 1], 1e-9)
+            )
+        mine = np.where(used, np.maximum(known - price, 0.0), 0.0).sum(axis=1)
+        gains[:, j] = np.maximum(their_gains[:, j], mine) - without
+    return gains

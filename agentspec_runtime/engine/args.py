@@ -158,8 +158,7 @@ def engine_args(
         kv_cache_memory_bytes: fixed size of the KV cache, instead of a share of the machine's memory.
         assist: a model drafter of the worker beside ours.
     """
-    chosen = (config or EngineConfig()).model_copy(update={"assist": "arbitrate" if assist else "off"})
-    settings = chosen.model_dump(mode="json", exclude_defaults=True)
+    settings = (config or EngineConfig()).model_dump(mode="json", exclude_defaults=True)
     method, model = (assist.method, assist.model) if assist else ("custom_class", PROPOSER)
     kwargs = EngineKwargs(
         scheduler_cls=SCHEDULER,

@@ -29,9 +29,8 @@ class EngineConfig(BaseModel):
         cost_curve: file with a step-time curve of this model and machine to start from (`agentspec
             bench calibrate` writes it); "auto" starts from what was learned here last time, and keeps
             what is learned; None learns from the first steps.
-        assist: "arbitrate" uses drafts of the worker's own method (EAGLE-3, a draft model) beside ours, where
-            they are worth more; "off" has none.
-        assist_depth: most tokens that this method drafts per request and step.
+        assist_depth: most tokens that a model drafter of the worker (EAGLE-3, a draft model) makes per
+            request and step, where vLLM's speculative method is one (`args.AssistModel`).
         telemetry: emit records to Prometheus and, where an OTLP endpoint is set, spans.
     """
 
@@ -44,6 +43,5 @@ class EngineConfig(BaseModel):
     scope: Literal["corpus", "session", "request"] = "corpus"
     memory_mb: int = Field(default=512, ge=8)
     cost_curve: str | None = None
-    assist: Literal["off", "arbitrate"] = "off"
     assist_depth: int = Field(default=4, ge=1, le=16)
     telemetry: bool = True

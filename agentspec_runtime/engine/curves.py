@@ -1,9 +1,9 @@
 """Step-time curves on disk: a measured one to start from, and the one that was learned last time.
 
-A curve belongs to a model, a dtype, an engine mode and a machine; the name of its file says which. With
-`cost_curve="auto"` the budget starts from what the last run learned there, so that the first steps after a
-restart are priced right, and keeps what it learns when the engine shuts down. A kept file that is damaged or
-cannot be written is a line in the log: the curve is then learned from the first steps, as without it.
+A curve belongs to a model (and a model drafter), a dtype, an engine mode and a machine; the name of its file
+says which. With `cost_curve="auto"` the budget starts from what the last run learned there, so that the first
+steps after a restart are priced right, and keeps what it learns when the engine shuts down. A kept file that
+is damaged or cannot be written is a line in the log: the curve is then learned from the first steps.
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ def read_curve(path: Path) -> CostCurve:
         base, per_token, per_attended, per_request = (float(value) for value in data["coefficients"])
         bends = tuple(float(value) for value in data.get("bends", ()))
         verify = float(data.get("verify", 0.0))
-        per_pass, per_draft = (float(value) for value in data.get("assist", (0.0, 0.0)))
-        values = (base, per_token, per_attended, per_request, *bends, verify, per_pass, per_draft)
+        first, per_pass, per_draft = (float(value) for value in data.get("assist", (0.0, 0.0, 0.0)))
+        assist = (first, per_pass, per_draft)
+        values = (base, per_token, per_attended, per_request, *bends, verify, *assist)
         if not 0.0 < base + per_token < math.inf or min(values) < 0.0 or not all(map(math.isfinite, values)):
             raise ValueError("step times must be positive")
         coefficients = (base, per_token, per_attended, per_request)
-        return CostCurve(coefficients=coefficients, bends=bends, verify=verify, assist=(per_pass, per_draft))
+        return CostCurve(coefficients=coefficients, bends=bends, verify=verify, assist=assist)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigurationError(
             f"cost_curve {str(path)!r} cannot be used ({error}): write one with `agentspec bench calibrate`"
@@ -113,12 +114,21 @@ def curve_of(vllm_config: VllmConfig) -> CurveFile:
             str(vllm_config.cache_config.cache_dtype),
             _device(),
             os.environ.get("VLLM_CPU_OMP_THREADS_BIND", ""),
+            *_assist(vllm_config),
         )
     )
     name = "".join(c if c.isalnum() else "-" for c in Path(model.model).name)[:60]
     return CurveFile(
         cache_root() / "curves" / f"{name}-{hashlib.sha256(what.encode()).hexdigest()[:12]}.json"
     )
+
+
+def _assist(vllm_config: VllmConfig) -> tuple[str, ...]:
+    """A model drafter of the worker takes a part of every step."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method == "custom_class":
+        return ()
+    return (speculative.method, str(speculative.model))
 
 
 def _device() -> str:

@@ -27,6 +27,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from agentspec_runtime.budget import FixedBudget, GoodputBudget, StepCost
 from agentspec_runtime.drafting import Drafter, DraftingConfig, TokenTable
+from agentspec_runtime.engine.args import ASSIST_METHODS
 from agentspec_runtime.engine.config import ADDITIONAL_CONFIG_KEY, EngineConfig
 from agentspec_runtime.engine.curves import AUTO, CurveFile, curve_of, read_curve
 from agentspec_runtime.engine.guard import Guard
@@ -97,7 +98,7 @@ class AgentSpecScheduler(Scheduler):
 
         def scheduled() -> None:
             depth = self._speculation.scheduled(output, self.requests, waiting)
-            output.num_spec_tokens_to_schedule = depth
+            output.num_spec_tokens_to_schedule = depth if self._guard.errors < _MAX_ERRORS else 0
 
         self._guard("scheduled", scheduled)
         return output
@@ -187,20 +188,34 @@ def _check_config(vllm_config: VllmConfig) -> None:
 
 def _check_assist(vllm_config: VllmConfig) -> None:
     """Our drafts stand in the place of the drafter's: right only if those are not samples."""
-    speculative = vllm_config.speculative_config
-    own = vllm_config.additional_config.get(ADDITIONAL_CONFIG_KEY) or {}
-    assisted = speculative.method != "custom_class"
-    if assisted != (own.get("assist", "off") == "arbitrate"):
+    speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
+    if not _is_assisted(vllm_config):
+        return
+    if speculative.method not in ASSIST_METHODS:
         raise ConfigurationError(
-            f"speculative method {speculative.method!r} with assist={own.get('assist', 'off')!r}: a drafter "
-            "of vLLM beside ours needs assist='arbitrate', and without one it must be 'off' (agentspec "
-            "engine-args --assist METHOD:MODEL prints both)"
+            f"speculative method {speculative.method!r} does not work beside our drafts: use one of "
+            f"{', '.join(ASSIST_METHODS)} (--assist METHOD:MODEL), or none"
         )
-    if assisted and speculative.draft_sample_method != "greedy":
+    if speculative.draft_sample_method != "greedy":
         raise ConfigurationError(
             f"draft_sample_method {speculative.draft_sample_method!r}: vLLM would verify our drafts with the "
             "probabilities of the drafter's own; leave it at 'greedy'"
         )
+    if speculative.parallel_drafting:
+        raise ConfigurationError(
+            "parallel_drafting makes a fixed number of tokens per request, and ours changes with the load: "
+            "use a head without it, or --plain"
+        )
+    if parallel.data_parallel_size > 1:
+        raise ConfigurationError(
+            "--assist with data parallelism: ranks that wait for each other would have to draft equally "
+            "deep. Start one server per rank (docs/scale-out.md), or leave --assist out"
+        )
+
+
+def _is_assisted(vllm_config: VllmConfig) -> bool:
+    """Whether the worker has a model drafter of its own."""
+    return bool(vllm_config.speculative_config.method != "custom_class")
 
 
 def _build_budget(config: EngineConfig, kept: CurveFile | None) -> FixedBudget | GoodputBudget:
@@ -240,6 +255,7 @@ def _build_speculation(
         model=model_config.served_model_name or model_config.model,
         structured_output=scheduler.structured_output_manager,
         observer=observer,
+        assisted=_is_assisted(vllm_config),
         token_text=_token_text(vocabulary),
         block_tokens=getattr(scheduler, "hash_block_size", 0) or scheduler.block_size if hashing else 0,
     )

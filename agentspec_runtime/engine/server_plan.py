@@ -19,9 +19,7 @@ from typing import Final, Protocol
 from pydantic import ValidationError
 
 from agentspec_runtime.engine.args import (
-    CPU_WORKER,
     DEFAULT_NUM_SPECULATIVE_TOKENS,
-    EXECUTOR,
     RUNNER_VARIABLE,
     SCHEDULER,
     AssistModel,
@@ -210,10 +208,16 @@ def _scheduler_arguments(
     ours = engine_args(options.config, num_speculative_tokens=length, cpu=cpu, assist=options.assist)
     _refuse_other_drafters(_speculative(given), ours.kwargs["speculative_config"])
     plain: list[str] = ["--scheduler-cls", SCHEDULER, "--no-async-scheduling"]
-    if cpu and options.assist is None and "distributed_executor_backend" not in given:
-        plain += ["--distributed-executor-backend", EXECUTOR]
-    if cpu and options.assist is not None and "worker_cls" not in given:
-        plain += ["--worker-cls", CPU_WORKER]
+    executor, worker = ours.kwargs.get("distributed_executor_backend"), ours.kwargs.get("worker_cls")
+    if executor and "distributed_executor_backend" not in given:
+        plain += ["--distributed-executor-backend", executor]
+    if worker:
+        if given.get("worker_cls", worker) != worker:
+            raise ConfigurationError(
+                f"--worker-cls {given['worker_cls']} with --assist on a CPU: ours repairs the sampling of "
+                "drafts there (vLLM issue 55005). Leave one of them out"
+            )
+        plain += ["--worker-cls", worker]
     if "per_request_spec_decode_metrics" not in given:
         plain += ["--per-request-spec-decode-metrics", "detailed"]
     merged = dotted("--speculative-config", {**_speculative(given), **ours.kwargs["speculative_config"]})

@@ -74,8 +74,8 @@ _NOTHING: Final = _Placed(sources={})
 
 
 class Speculation:
-    """See the module docstring. `guard`: counts errors of the scheduler's calls, for the report. `clock`:
-    seconds that never run backwards; `wall`: of the epoch.
+    """See the module docstring. `guard`: counts errors of the scheduler's calls, for the report. `assisted`:
+    the worker has a model drafter. `clock`: seconds that never run backwards; `wall`: of the epoch.
     """
 
     def __init__(
@@ -89,6 +89,7 @@ class Speculation:
         model: str,
         structured_output: StructuredOutputManager,
         observer: Observer | None = None,
+        assisted: bool = False,
         block_tokens: int = 0,
         token_text: TokenText = lambda _: b"",
         clock: Callable[[], float] = time.perf_counter,
@@ -103,9 +104,10 @@ class Speculation:
         answers = Answers(drafter.vocabulary, drafter.config.num_speculative_tokens)
         # With a guard of their own: telemetry that fails must not cost drafts.
         self._accounts = Accounts(observer, answers, model=model, token_text=token_text, wall=wall)
+        most = drafter.config.num_speculative_tokens
         self._assist = (
-            Assist(drafter.vocabulary.vocab_size, budget, config.assist_depth)
-            if config.assist == "arbitrate"
+            Assist(drafter.vocabulary.vocab_size, budget, min(config.assist_depth, most))
+            if assisted
             else None
         )
         self._block_tokens = block_tokens
@@ -224,9 +226,12 @@ class Speculation:
             weights=np.array([live.weight for live in decoding]),
             num_waiting=num_waiting,
             room=max_tokens - len(decoding),
+            assist_depth=self._assist.asked if self._assist is not None else 0,
         )
         batch = self._draft(decoding, caps, load)
         plan = self._budget.choose(load, batch.survival, batch.lengths)
+        if (assist := self._assist) is not None:
+            self._guard("assist", lambda: assist.settle(plan.lengths))
         sources = self._set_drafts(decoding, batch, plan)
         self._pending = _Placed(sources, plan, self._clock() - begin)
 
@@ -289,7 +294,7 @@ class Speculation:
         worker's own drafter shall make in it.
         """
         placed, self._pending = self._pending, _NOTHING
-        attended = context = num_prefill = num_sampling = 0
+        attended = num_prefill = num_sampling = 0
         now = 0.0
         drafted = output.scheduled_spec_decode_tokens
         for req_id, num in output.num_scheduled_tokens.items():
@@ -299,7 +304,6 @@ class Speculation:
                 num_prefill += num
             else:
                 num_sampling += 1
-                context += request.num_computed_tokens
                 num_prefill += num - 1 - len(drafted.get(req_id, ()))
             live = self._live.get(req_id)
             if live is not None and live.ledger.scheduled_s == 0.0:
@@ -308,7 +312,7 @@ class Speculation:
                 if request.prefill_stats is not None:  # vLLM takes it away with the first token
                     live.ledger.num_cached_tokens = int(request.prefill_stats.num_cached_tokens)
         assist = self._assist
-        depth = assist.depth(num_sampling, context) if assist is not None else 0
+        depth = self._assist_depth(assist, output, requests) if assist is not None else 0
         shape = StepShape(
             num_tokens=output.total_num_scheduled_tokens,
             num_attended=attended,
@@ -329,6 +333,19 @@ class Speculation:
             assist_gain=assist.gain if assist is not None else None,
         )
         return depth
+
+    def _assist_depth(self, assist: Assist, output: SchedulerOutput, requests: Mapping[str, Request]) -> int:
+        most = self._drafter.config.num_speculative_tokens
+        num = attended = 0
+        fits = self._config.speculate == "auto"
+        for req_id in output.num_scheduled_tokens:
+            request = requests[req_id]
+            fits = fits and request.num_computed_tokens + most <= self._max_model_len
+            live = self._live.get(req_id)
+            if live is not None and live.cap and not request.is_prefill_chunk and req_id in assist.arbiter:
+                num += 1
+                attended += request.num_computed_tokens
+        return assist.depth(num, attended, fits=fits)
 
     def take_assist(self, req_ids: Sequence[str], drafts: Sequence[Sequence[int]]) -> None:
         """The worker's own drafts for the next step."""
@@ -398,6 +415,8 @@ class Speculation:
                 if live is None:
                     continue
                 self._drafter.finish(output.request_id, keep=False)
+                if self._assist is not None:
+                    self._assist.arbiter.finish(output.request_id)
                 if output.finish_reason is not None and output.request_id not in requests:
                     self.finish(live.request, str(output.finish_reason))
 

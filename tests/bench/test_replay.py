@@ -184,9 +184,7 @@ def test_settings_of_a_method_reach_the_engine_arguments() -> None:
     assert not parse_method("agentspec-nohints").hints
     assisted = parse_method("agentspec-assist:assist=eagle3:heads/mine,assist_depth=2", cpu=True).engine
     assert assisted["speculative_config"]["model"] == "heads/mine"  # type: ignore[index,call-overload]
-    assert assisted["additional_config"] == {
-        "agentspec": {"assist": "arbitrate", "assist_depth": 2, "telemetry": False}
-    }
+    assert assisted["additional_config"] == {"agentspec": {"assist_depth": 2, "telemetry": False}}
     suffix = parse_method("suffix", reuse=False).engine["speculative_config"]
     assert suffix["suffix_decoding_max_cached_requests"] == 0  # type: ignore[index,call-overload]
 

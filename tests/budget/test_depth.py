@@ -11,7 +11,7 @@ def run(depth: AssistDepth, gains: list[float], pass_s: float, steps: int, reque
     """Play steps; gains come only after steps in which the drafter drafted, as in an engine."""
     chosen = []
     for _ in range(steps):
-        asked = depth.choose(requests, TOKEN_S, pass_s)
+        asked = depth.choose(requests, TOKEN_S, pass_s * np.arange(depth.max_depth + 1))
         chosen.append(asked)
         depth.observe(np.array(gains[:asked]))
     return chosen
@@ -36,8 +36,9 @@ def test_one_that_does_not_pay_is_left_out_but_for_probes() -> None:
 def test_it_comes_back_when_the_text_changes() -> None:
     depth = AssistDepth(3)
     run(depth, [0.0, 0.0, 0.0], 0.004, 400)
-    chosen = run(depth, [0.6, 0.9, 1.1], 0.004, 3000)
+    chosen = run(depth, [0.6, 0.9, 1.1], 0.004, 600)
     assert settled(chosen) == 3
+    assert chosen[350] == 3
 
 
 def test_small_differences_do_not_make_it_flap() -> None:
@@ -45,7 +46,7 @@ def test_small_differences_do_not_make_it_flap() -> None:
     random = np.random.default_rng(3)
     chosen = []
     for _ in range(2000):
-        asked = depth.choose(4, TOKEN_S, 0.004)
+        asked = depth.choose(4, TOKEN_S, np.array([0.0, 0.004]))
         chosen.append(asked)
         depth.observe(0.1 + 0.02 * random.standard_normal(1)[:asked])  # worth just what it costs
     changes = np.count_nonzero(np.diff(chosen[200:]))
@@ -53,4 +54,4 @@ def test_small_differences_do_not_make_it_flap() -> None:
 
 
 def test_steps_without_a_sample_draft_nothing() -> None:
-    assert AssistDepth(4).choose(0, TOKEN_S, 0.0) == 0
+    assert AssistDepth(4).choose(0, TOKEN_S, np.zeros(5)) == 0

@@ -140,7 +140,12 @@ def test_the_first_draft_pays_for_verifying(
 def test_more_load_never_gives_a_larger_budget(
     curve: tuple[float, float, float, float], drafts: list[list[float]], context: int, more: int
 ) -> None:
-    """Requests that join, here without drafts of their own, raise the price for all others."""
+    """Requests that join, here without drafts of their own, raise the price for all others.
+
+    Without a cost per request: one that makes every joining request slow the step by more than its token is
+    worth makes tokens dearer, and then drafting more is right.
+    """
+    curve = (*curve[:3], 0.0)
     table, offered = survivals(drafts)
     alone = budget_of(curve).choose(load_of([context] * len(drafts)), table, offered)
     wide = np.vstack([table, np.full((more, table.shape[1]), 0.99, np.float32)])

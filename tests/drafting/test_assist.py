@@ -52,7 +52,7 @@ def test_without_a_draft_of_the_worker_ours_is_untouched() -> None:
     ours = drafts(([1, 2], [0.9, 0.8]))
     merged = arbiter.merge(["a"], ours, [32], PRICES)
     assert merged.batch is ours
-    assert merged.gains.size == 0
+    assert not merged.offered.any()
 
 
 def test_the_worker_drafts_where_we_have_nothing() -> None:
@@ -63,7 +63,7 @@ def test_the_worker_drafts_where_we_have_nothing() -> None:
     assert draft.token_ids.tolist() == [7, 8]
     assert set(draft.sources.tolist()) == {ASSIST}
     assert draft.survival[1] > 0.8
-    assert merged.gains[1] > merged.gains[0] > 0.4
+    assert merged.gains[0, 1] > merged.gains[0, 0] > 0.4
 
 
 def test_ours_is_continued_where_it_ends_and_keeps_its_source() -> None:
@@ -124,6 +124,7 @@ def test_namespaces_learn_apart_and_are_bounded() -> None:
     for _ in range(100):
         step(arbiter, drafts(([], [])), [7], [7])
     arbiter.start("b", "two")
+    arbiter.finish("a")
     arbiter.offer(["b"], [[7]])
     other = arbiter.merge(["b"], drafts(([], [])), [32], np.array([0.01]))
     assert abs(float(other.batch.survival[0, 0]) - 0.4) < 1e-6
@@ -134,6 +135,49 @@ def test_namespaces_learn_apart_and_are_bounded() -> None:
     arbiter.offer(["c"], [[7]])
     again = arbiter.merge(["c"], drafts(([], [])), [32], np.array([0.01]))
     assert abs(float(again.batch.survival[0, 0]) - 0.4) < 1e-6
+
+
+def test_a_running_request_keeps_its_row_and_the_one_too_many_counts_nowhere() -> None:
+    """Whoever brings many namespaces must not come to share counts with another one."""
+    arbiter = Arbiter(VOCAB)
+    for number in range(64):
+        arbiter.start(f"r{number}", f"tenant {number}")
+    arbiter.start("late", "too many")
+    for _ in range(50):
+        for req_id in ("r0", "late"):
+            arbiter.offer([req_id], [[7]])
+            merged = arbiter.merge([req_id], drafts(([], [])), [32], np.array([0.01]))
+            arbiter.observe([req_id], emitted([7]))
+        late = float(merged.batch.survival[0, 0])
+    assert abs(late - 0.4) < 1e-6
+    arbiter.offer(["r0"], [[7]])
+    assert arbiter.merge(["r0"], drafts(([], [])), [32], np.array([0.01])).batch.survival[0, 0] > 0.8
+    arbiter.finish("r1")
+    arbiter.start("next", "yet another")
+    arbiter.offer(["next"], [[7]])
+    fresh = arbiter.merge(["next"], drafts(([], [])), [32], np.array([0.01]))
+    assert abs(float(fresh.batch.survival[0, 0]) - 0.4) < 1e-6
+
+
+def test_what_is_not_worth_its_price_is_cut() -> None:
+    arbiter = arbiter_of("a")
+    for _ in range(60):
+        merged = step(arbiter, drafts(([7, 8], [0.9, 0.8])), [7, 9], [7, 3])
+    draft = merged.batch.draft(0)
+    assert draft.token_ids.tolist() == [7]  # the second token of neither is ever right
+
+
+def test_an_offer_that_was_never_scored_is_forgotten() -> None:
+    """Somebody else's error between two steps must not let old tokens be scored with new text."""
+    arbiter = arbiter_of("a")
+    for _ in range(100):
+        arbiter.offer(["a"], [[7]])
+        arbiter.merge(["a"], drafts(([], [])), [32], PRICES)
+        arbiter.offer(["a"], [[]])  # the step between was lost
+        arbiter.observe(["a"], emitted([3]))
+    arbiter.offer(["a"], [[7]])
+    merged = arbiter.merge(["a"], drafts(([], [])), [32], np.array([0.01]))
+    assert abs(float(merged.batch.survival[0, 0]) - 0.4) < 1e-6
 
 
 def test_hostile_drafts_end_where_they_leave_the_vocabulary() -> None:
@@ -153,4 +197,5 @@ def test_caps_and_requests_without_a_draft() -> None:
     assert merged.batch.lengths[0] <= 2
     assert merged.batch.draft(1).token_ids.tolist() == [2, 3]
     assert np.allclose(merged.batch.draft(1).survival, [0.9, 0.8])
-    assert len(merged.gains) == 4  # one per depth that the worker drafted
+    assert merged.gains.shape == (2, 4)  # one per depth that the worker drafted
+    assert merged.offered.tolist() == [True, False]

@@ -255,7 +255,6 @@ def test_a_model_drafter_of_vllm_stands_beside_ours(plan):
         "model": "some/head",
         "num_speculative_tokens": 32,
     }
-    assert parsed.additional_config == {"agentspec": {"assist": "arbitrate"}}
     assert parsed.worker_cls == CPU_WORKER
     assert parsed.distributed_executor_backend is None  # the worker is asked for its drafts
     assert plan(options=options, cpu=False)[1].worker_cls == "auto"

@@ -15,6 +15,7 @@ may be of different versions. A hint of a newer major version is ignored by the 
 
 from __future__ import annotations
 
+import json
 from enum import StrEnum
 from typing import Annotated, Final, Literal
 
@@ -142,8 +143,15 @@ def decode_hint(value: object) -> Hint:
     if len(value) > MAX_HINT_BYTES or len(value.encode("utf-8", "surrogatepass")) > MAX_HINT_BYTES:
         raise HintError(f"{XARGS_KEY}: larger than {MAX_HINT_BYTES} bytes")
     try:
-        return Hint.model_validate_json(value)
+        hint = Hint.model_validate_json(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "hint"
         raise HintError(f"{XARGS_KEY}: {where[:80]}: {first['msg'][:200]}") from None
+    if "NaN" in value or "Infinity" in value:  # pydantic takes them in fields that it does not know
+        json.loads(value, parse_constant=_refuse_constant)
+    return hint
+
+
+def _refuse_constant(name: str) -> None:
+    raise HintError(f"{XARGS_KEY}: hint: {name} is not JSON")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -139,6 +139,13 @@ class Eagle3Head(nn.Module):
             state = layer.finish(state, attention.join(mixed))
             logits.append(self.lm_head(self.norm(state)))
         return logits
+
+    def load(self, folder: Path) -> Tensor:
+        """Weights that `save` wrote; returns the draft vocabulary, int64[D]."""
+        weights = load_file(folder / "model.safetensors")
+        shifts = weights.pop("d2t")
+        self.load_state_dict(weights)
+        return shifts + torch.arange(len(shifts))
 
     def save(self, folder: Path, target_config: dict[str, Any], draft_ids: Tensor) -> None:
         """Write the folder that `--assist eagle3:FOLDER` takes. `draft_ids` int64[D]: target ids, rising."""

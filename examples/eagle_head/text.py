@@ -24,7 +24,7 @@ class Window:
 
 
 def windows(trajectories: Iterable[TokenTrajectory]) -> Iterator[Window]:
-    """Every generated token of the runs in one window or another, with text before it."""
+    """The generated tokens of the runs, with text before them; pieces with fewer than eight are left out."""
     for trajectory in trajectories:
         for ids, generated in _texts(trajectory.requests):
             yield from _cut(ids, generated)

@@ -4,7 +4,8 @@
 
 Uses three quarters of the tasks of every file (`--set-aside tune` of the benchmarks); the rest is looked at
 only for the report. Loss: cross entropy of the token that was recorded, on generated tokens, 0.8^step for the
-further steps. At the end it writes `report.json` (loss curve; acceptance by position on the tasks set aside).
+further steps. At the end it writes `report.json`: loss curve, and acceptance by position against the recorded
+text of the tasks set aside, which is what a replay verifies (the served model itself would write other text).
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class Trainer:
         )
 
     def losses(self, batch: list[Window], num_steps: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Per step: cross entropy of tokens in the draft vocabulary, and hits bool of all tokens."""
+        """Per step: cross entropy of tokens in the draft vocabulary, and of all drafts whose tokens before
+        were hits, whether this one is; bool.
+        """
         length = max(len(window.ids) for window in batch)
         ids = torch.zeros(len(batch), length + num_steps + 1, dtype=torch.int64)
         wanted = torch.zeros(len(batch), length + num_steps + 1, dtype=torch.bool)
@@ -78,6 +81,7 @@ class Trainer:
         branches = torch.nonzero(wanted[:, 2 : length + 2].any(0)).flatten()
         branches = branches[branches < length - 1]
         loss, hits = [], []
+        alive = torch.ones(len(batch), len(branches), dtype=torch.bool)
         for step, logits in enumerate(self.head(embeds, hidden, branches, num_steps)):
             at = branches + 2 + step
             # A draft's k-th token is asked for only where those before it were generated, too.
@@ -86,7 +90,9 @@ class Trainer:
             usable = asked & (labels >= 0)
             total = functional.cross_entropy(logits[usable], labels[usable], reduction="sum")
             loss.append(total / max(int(usable.sum()), 1))
-            hits.append((logits.argmax(-1) == labels)[asked].detach())
+            hit = logits.argmax(-1) == labels
+            hits.append(hit[asked & alive].detach())
+            alive &= hit
         return loss, hits
 
     @torch.no_grad()
@@ -114,7 +120,7 @@ class Trainer:
 
     @torch.no_grad()
     def acceptance(self, chosen: list[Window]) -> list[float]:
-        """Share of tokens hit at each position of a draft, given the tokens before it were."""
+        """Share of recorded tokens hit at each position of a draft, given that those before were hit."""
         hits = [[0, 0] for _ in range(REPORT_STEPS)]
         for window in chosen:
             _, found = self.losses([window], REPORT_STEPS)
@@ -162,7 +168,10 @@ def main() -> None:
         "--traces", nargs="+", type=Path, required=True, help="recordings (docs/measuring.md)"
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for the head and its report")
-    parser.add_argument("--minutes", type=float, default=40.0, help="time to train, in minutes")
+    parser.add_argument(
+        "--minutes", type=float, default=40.0, help="time to train; 0 with --start only reports"
+    )
+    parser.add_argument("--start", type=Path, help="folder of a head to go on from")
     parser.add_argument("--draft-vocab", type=int, default=8192, help="tokens that the head can say")
     parser.add_argument("--tokens-per-file", type=int, default=150_000, help="most tokens of one file")
     parser.add_argument("--rate", type=float, default=1e-3, help="highest learning rate")
@@ -191,6 +200,9 @@ def main() -> None:
     trainer = Trainer(model, options.draft_vocab, counts, options.rate)
     said = sum(counts[int(token)] for token in trainer.draft_ids) / counts.total()
     print(f"{said:.1%} of the generated tokens are in the draft vocabulary")
+    if options.start:
+        trainer.draft_ids = trainer.head.load(options.start)
+        trainer.to_draft.fill_(-1)[trainer.draft_ids] = torch.arange(options.draft_vocab)
     curve: list[tuple[int, float]] = []
     begin, seen, recent = time.monotonic(), 0, 0.0
     budget = options.minutes * 60
@@ -210,7 +222,8 @@ def main() -> None:
             if not curve or seen - curve[-1][0] > 20_000:
                 curve.append((seen, round(recent, 4)))
                 print(f"{done:6.1%}  {seen / tokens:5.2f} epochs  loss {recent:.3f}", flush=True)
-    trainer.head.save(options.out, trainer.config, trainer.draft_ids)
+    if seen:
+        trainer.head.save(options.out, trainer.config, trainer.draft_ids)
     accepted = {name: trainer.acceptance(chosen) for name, chosen in judge.items()}
     report = {
         "tokens": tokens, "epochs": round(seen / tokens, 2), "minutes": options.minutes,

@@ -231,6 +231,7 @@ def main() -> None:
         "loss_by_tokens_seen": curve, "acceptance_by_position": accepted,
         "parameters": sum(p.numel() for p in trainer.head.parameters()),
     }  # fmt: skip
+    options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     for name, values in accepted.items():
         print(f"{name:20} " + " ".join(f"{value:.2f}" for value in values))

@@ -135,6 +135,10 @@ class Arbiter:
         self._offer = None
         self._waiting = {r: d for r, d in zip(req_ids, drafts, strict=True) if r in self._known and len(d)}
 
+    def forget_offer(self) -> None:
+        """Drafts that were not merged are too old for any other step."""
+        self._waiting = {}
+
     def merge(
         self, req_ids: Sequence[str], ours: BatchDraft, caps: Sequence[int], prices: _FloatArray
     ) -> Merged:

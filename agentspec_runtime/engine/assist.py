@@ -45,6 +45,7 @@ class Assist:
         tokens. `fits`: no request of the step is near the context limit, where vLLM's worker leaves its
         drafter out for all of them.
         """
+        self.arbiter.forget_offer()
         self._prices = self._budget.assist_prices(num_requests, num_attended, self._depth.max_depth)
         token, drafter, _ = self._prices
         self.asked = self._depth.choose(num_requests if fits else 0, token, drafter)

@@ -180,6 +180,14 @@ def test_an_offer_that_was_never_scored_is_forgotten() -> None:
     assert abs(float(merged.batch.survival[0, 0]) - 0.4) < 1e-6
 
 
+def test_a_draft_that_waited_for_a_step_too_long_is_not_used() -> None:
+    arbiter = arbiter_of("a")
+    arbiter.offer(["a"], [[7]])
+    arbiter.forget_offer()
+    ours = drafts(([1], [0.5]))
+    assert arbiter.merge(["a"], ours, [32], PRICES).batch is ours
+
+
 def test_hostile_drafts_end_where_they_leave_the_vocabulary() -> None:
     arbiter = arbiter_of("a", "b")
     arbiter.offer(["a", "b", "unknown"], [[5, VOCAB, 6], [-1, 5], [5]])

@@ -5,11 +5,13 @@ Against a scripted server the logic is checked; against the real one, that it en
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -320,3 +322,23 @@ def test_on_the_real_server(engine_server: Any, name: str, arguments: tuple[str,
     output = run(name, engine_server.base_url, *arguments)
     accepted = [int(match) for match in re.findall(r"(\d+) accepted", output)]
     assert sum(accepted) > 0, output
+
+
+@pytest.mark.slow
+def test_a_head_is_trained_and_has_the_form_that_vllm_loads(tmp_path: Path) -> None:
+    """A few updates on our own recordings; vLLM itself loads the one that is kept (test_lossless)."""
+    pytest.importorskip("torch", reason="training needs torch")
+    safetensors = pytest.importorskip("safetensors.torch", reason="training needs safetensors")
+    recording = files("agentspec_runtime.bench") / "data" / "demo_agents.jsonl"
+    size = ("--minutes", "0.1", "--tokens-per-file", "2000", "--draft-vocab", "512")
+    output = run("eagle_head/train_head.py", "", "--traces", str(recording), "--out", str(tmp_path), *size)
+    assert "in the draft vocabulary" in output
+    made = safetensors.load_file(tmp_path / "model.safetensors")
+    kept = safetensors.load_file(EXAMPLES / "eagle_head" / "head" / "model.safetensors")
+    assert {name: array.shape[1:] for name, array in made.items()} == {
+        name: array.shape[1:] for name, array in kept.items()
+    }
+    assert made["lm_head.weight"].shape[0] == len(made["d2t"]) == 512
+    report = json.loads((tmp_path / "report.json").read_text())
+    first, last = report["loss_by_tokens_seen"][0][1], report["loss_by_tokens_seen"][-1][1]
+    assert 0 < last <= first

@@ -14,10 +14,10 @@ accepted draft) is counted as `discarded`, not as accepted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from agentspec_runtime.hints import SegmentKind
 
@@ -30,6 +30,7 @@ __all__ = [
     "StepVerdictMap",
     "Summable",
     "Verdict",
+    "add_verdicts",
     "sum_verdicts",
 ]
 
@@ -61,6 +62,7 @@ class Verdict:
         return self.drafted - self.accepted
 
 
+_Key = TypeVar("_Key")
 StepVerdictMap: TypeAlias = Mapping[tuple[SegmentKind, DraftSource], Verdict]
 
 
@@ -79,7 +81,12 @@ def sum_verdicts(parts: Sequence[StepVerdictMap]) -> StepVerdictMap:
     if parts and isinstance(parts[0], Summable) and len(set(map(type, parts))) == 1:
         total: StepVerdictMap = type(parts[0]).sum_of(parts)
         return total
-    sums: dict[tuple[SegmentKind, DraftSource], Verdict] = {}
+    return add_verdicts(parts)
+
+
+def add_verdicts(parts: Iterable[Mapping[_Key, Verdict]]) -> dict[_Key, Verdict]:
+    """Verdicts under the same key together."""
+    sums: dict[_Key, Verdict] = {}
     for part in parts:
         for key, v in part.items():
             before = sums.get(key, Verdict())

@@ -26,7 +26,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind, Status, StatusCode, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from agentspec_runtime.observe import BlockReport, DraftSource, RequestReport, Verdict
+from agentspec_runtime.observe import BlockReport, DraftSource, RequestReport, Verdict, add_verdicts
 from agentspec_runtime.telemetry import attributes as names
 
 __all__ = ["MAX_BLOCK_SPANS", "MAX_STEPS_REPORTED", "emit_request", "fold_steps", "merge_blocks"]
@@ -127,7 +127,7 @@ def _identity(report: RequestReport) -> dict[str, object]:
 
 
 def _request_attributes(report: RequestReport, blocks: Sequence[_Block]) -> dict[str, object]:
-    verdicts = _sum_verdicts(block.verdicts for block in blocks)
+    verdicts = add_verdicts(block.verdicts for block in blocks)
     # The arrays may have been cut after 65,536 steps, the blocks never are.
     num_steps = max(len(report.per_step_drafted), sum(block.num_steps for block in blocks))
     values: dict[str, object] = {
@@ -244,26 +244,13 @@ def _fold(tail: Sequence[BlockReport], *, index: int) -> _Block:
         end_s=max(block.end_s for block in tail),
         num_tokens=sum(block.num_tokens for block in tail),
         num_steps=num_steps,
-        verdicts=_sum_verdicts(block.verdicts for block in tail),
+        verdicts=add_verdicts(block.verdicts for block in tail),
         mean_batch=sum(block.mean_batch * block.num_steps for block in tail) / weight,
         mean_budget=sum(block.mean_budget * block.num_steps for block in tail) / weight,
         step_s_p50=sum(block.step_s_p50 * block.num_steps for block in tail) / weight,
         step_s_p95=max(block.step_s_p95 for block in tail),
         num_merged=len(tail),
     )
-
-
-def _sum_verdicts(parts: Iterable[Mapping[DraftSource, Verdict]]) -> dict[DraftSource, Verdict]:
-    total: dict[DraftSource, Verdict] = {}
-    for part in parts:
-        for source, verdict in part.items():
-            before = total.get(source, Verdict())
-            total[source] = Verdict(
-                drafted=before.drafted + verdict.drafted,
-                accepted=before.accepted + verdict.accepted,
-                discarded=before.discarded + verdict.discarded,
-            )
-    return total
 
 
 def _bounds(report: RequestReport) -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
 One object per engine. It reads vLLM's `Request` and outputs, owns the drafter, the budget and the
 ledgers, and sets `request.spec_token_ids`; it decides nothing about scheduling. `scheduler.py` calls
-it at six points and survives whatever it raises; what observers raise does not get that far.
+it at seven points and survives whatever it raises; what observers raise does not get that far.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """How long an engine step takes, learned from the steps themselves.
 
     T(n, a, r, v, d) = base + per_request * r + per_attended * a + verify * v + f(n)
+                       + (run + run_token * n) * (d >= 0)
                        + first * r * (d > 0) + (pass + per_draft * r) * max(d - 1, 0)
 
 `n`: tokens in the step (prompt chunks, one per decoding request, drafts); `a`: attended tokens, the sum
@@ -8,8 +9,9 @@ over those n of the context they look back on (on a CPU, and for long contexts a
 not free); `r`: requests that sample; `v`: 1 if the step verifies drafts, else 0. Such a step takes other
 kernels and the rejection sampler, whatever its size: on a 2-core CPU, 96 ms with one draft token where a step
 without took 70 (4k context), and every further token 5. `d`: tokens that a model drafter in the worker makes
-for each of those requests. Its first pass runs in any case (`budget.depth`), so the first token costs a
-sample of each request, and every further one a pass. `f` is piecewise linear with bends at fixed sizes.
+for each of those requests, -1 where it does not run. When it runs (`budget.depth`), its first pass takes in
+every token of the step; then the first draft token costs a sample of each request, and every further one a
+pass. `f` is piecewise linear with bends at fixed sizes.
 
 All coefficients are at least zero, so T rises and is convex in n: flat while the machine is
 memory-bound, then steeper, which is what GPUs and CPUs do apart from the padding to graph sizes. They
@@ -53,7 +55,10 @@ _VERIFY: Final = 3
 _FIRST: Final = 4
 _PASS: Final = 5
 _DRAFT: Final = 6
-_TOKEN: Final = 7
+_RUN: Final = 7
+_RUN_TOKEN: Final = 8
+_ASSIST: Final = [_FIRST, _PASS, _DRAFT, _RUN, _RUN_TOKEN]
+_TOKEN: Final = 9
 _NUM: Final = _TOKEN + 1 + len(_BENDS)
 _ATTENDED_SCALE: Final = 1e-3
 
@@ -68,13 +73,15 @@ _LONGEST: Final = 1e3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
-    """What a step holds; see the module docstring for the letters."""
+    """What a step holds; see the module docstring for the letters. `assist_depth`: -1 where no model drafter
+    runs, be there none or be it left out.
+    """
 
     num_tokens: int
     num_attended: int
     num_requests: int
     verifies: bool = False
-    assist_depth: int = 0
+    assist_depth: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,13 +91,14 @@ class CostCurve:
     `coefficients`: base, per token, per 1,000 attended tokens, per request; seconds. `bends`: what a token
     costs more from each bend on, in the order of the bends; missing ones are zero. `verify`: seconds that a
     step with drafts takes longer, whatever their number. `assist`: of a model drafter the first token per
-    request, a further pass, and that pass per request.
+    request, a further pass, that pass per request, its first pass, and that one per token of the step; zero
+    where missing.
     """
 
     coefficients: tuple[float, float, float, float]
     bends: tuple[float, ...] = ()
     verify: float = 0.0
-    assist: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    assist: tuple[float, ...] = ()
 
 
 class StepCost:
@@ -103,7 +111,8 @@ class StepCost:
         else:
             guess[[_BASE, _TOKEN, _ATTENDED, _REQUEST]] = np.maximum(start.coefficients, 0.0)
             guess[_VERIFY] = max(start.verify, 0.0)
-            guess[[_FIRST, _PASS, _DRAFT]] = np.maximum(start.assist, 0.0)
+            known = start.assist[: len(_ASSIST)]
+            guess[_ASSIST[: len(known)]] = np.maximum(known, 0.0)
             bends = np.maximum(start.bends[: len(_BENDS)], 0.0)
             guess[_TOKEN + 1 : _TOKEN + 1 + bends.size] = bends
         self._guess = guess
@@ -124,12 +133,11 @@ class StepCost:
         base, per_token, per_attended, per_request = self._theta[
             [_BASE, _TOKEN, _ATTENDED, _REQUEST]
         ].tolist()
-        first, per_pass, per_draft = self._theta[[_FIRST, _PASS, _DRAFT]].tolist()
         return CostCurve(
             coefficients=(base, per_token, per_attended, per_request),
             bends=tuple(self._theta[_TOKEN + 1 :].tolist()),
             verify=self.verify_seconds,
-            assist=(first, per_pass, per_draft),
+            assist=tuple(self._theta[_ASSIST].tolist()),
         )
 
     @property
@@ -138,12 +146,18 @@ class StepCost:
         return float(self._theta[_VERIFY])
 
     def assist_seconds(self, num_requests: int, max_depth: int) -> _FloatArray:
-        """Seconds that a model drafter takes for 0 to `max_depth` tokens of so many requests."""
+        """Seconds that a model drafter takes for 0 to `max_depth` tokens of so many requests, beside those of
+        its first pass.
+        """
         depths = np.arange(max_depth + 1)
         per_pass = self._theta[_PASS] + self._theta[_DRAFT] * num_requests
         first = self._theta[_FIRST] * num_requests
         seconds: _FloatArray = first * (depths > 0) + per_pass * np.maximum(depths - 1, 0)
         return seconds
+
+    def assist_standing(self, num_tokens: int) -> float:
+        """Seconds of a model drafter's first pass over the tokens of a step, taken unless it is left out."""
+        return float(self._theta[_RUN] + self._theta[_RUN_TOKEN] * num_tokens)
 
     def slope(self, shape: StepShape) -> tuple[float, float]:
         """Seconds that one more token costs at this shape: per token, and per attended token."""
@@ -208,7 +222,9 @@ def _features(shape: StepShape) -> _FloatArray:
     x[_REQUEST] = shape.num_requests
     x[_ATTENDED] = shape.num_attended * _ATTENDED_SCALE
     x[_VERIFY] = shape.verifies
-    x[_FIRST] = shape.num_requests if shape.assist_depth else 0
+    x[_RUN] = shape.assist_depth >= 0
+    x[_RUN_TOKEN] = n if shape.assist_depth >= 0 else 0
+    x[_FIRST] = shape.num_requests if shape.assist_depth > 0 else 0
     x[_PASS] = max(shape.assist_depth - 1, 0)
     x[_DRAFT] = x[_PASS] * shape.num_requests
     x[_TOKEN] = n

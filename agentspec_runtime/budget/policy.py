@@ -49,7 +49,8 @@ class Load:
     `contexts` int64[R]: tokens that each decoding request looks back on. `prefill_tokens` and
     `prefill_attended`: prompt tokens expected beside them. `weights` float64[R]: latency class, 1.0
     is normal. `num_waiting`: requests that may be started in it. `room`: most draft tokens that fit.
-    `assist_depth`: tokens that a model drafter of the worker will probably make in it per request.
+    `assist_depth`: tokens that a model drafter of the worker will probably make in it per request; -1: it
+    will not run.
     """
 
     contexts: IntArray
@@ -58,7 +59,7 @@ class Load:
     weights: FloatArray
     num_waiting: int
     room: int
-    assist_depth: int = 0
+    assist_depth: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +73,13 @@ class Plan:
 
 class AssistPrices(NamedTuple):
     """Seconds: what a token is worth, what a model drafter takes for 0 to D tokens of each request (float64
-    [D + 1]), and what a step takes longer because it verifies drafts at all.
+    [D + 1]), what it takes before that because it runs at all, and what a step takes longer because it
+    verifies drafts at all.
     """
 
     token: float
     drafter: FloatArray
+    standing: float
     verify: float
 
 
@@ -95,8 +98,12 @@ class BudgetPolicy(Protocol):
         """One step was measured."""
         ...
 
-    def assist_prices(self, num_requests: int, num_attended: int, max_depth: int) -> AssistPrices:
-        """For a drafter of so many requests, which look back on `num_attended` tokens together."""
+    def assist_prices(
+        self, num_requests: int, num_attended: int, num_tokens: int, max_depth: int
+    ) -> AssistPrices:
+        """For a drafter of so many requests, which look back on `num_attended` tokens together, in a step of
+        `num_tokens`.
+        """
         ...
 
 
@@ -131,10 +138,11 @@ class FixedBudget:
         self,
         num_requests: int,  # noqa: ARG002
         num_attended: int,  # noqa: ARG002
+        num_tokens: int,  # noqa: ARG002
         max_depth: int,
     ) -> AssistPrices:
         """Whatever helps, at any cost."""
-        return AssistPrices(1.0, np.zeros(max_depth + 1), 0.0)
+        return AssistPrices(1.0, np.zeros(max_depth + 1), 0.0, 0.0)
 
 
 class GoodputBudget:
@@ -178,13 +186,16 @@ class GoodputBudget:
         """Learn the step time."""
         self.cost.observe(shape, seconds)
 
-    def assist_prices(self, num_requests: int, num_attended: int, max_depth: int) -> AssistPrices:
+    def assist_prices(
+        self, num_requests: int, num_attended: int, num_tokens: int, max_depth: int
+    ) -> AssistPrices:
         """By the learned step time, decoding alone as in `choose`."""
         requests = max(num_requests, 1)
         shape = StepShape(num_tokens=requests, num_attended=num_attended, num_requests=requests)
         return AssistPrices(
             self.cost.predict(shape) / requests,
             self.cost.assist_seconds(requests, max_depth),
+            self.cost.assist_standing(num_tokens),
             self.cost.verify_seconds,
         )
 

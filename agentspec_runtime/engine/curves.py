@@ -45,8 +45,7 @@ def read_curve(path: Path) -> CostCurve:
         base, per_token, per_attended, per_request = (float(value) for value in data["coefficients"])
         bends = tuple(float(value) for value in data.get("bends", ()))
         verify = float(data.get("verify", 0.0))
-        first, per_pass, per_draft = (float(value) for value in data.get("assist", (0.0, 0.0, 0.0)))
-        assist = (first, per_pass, per_draft)
+        assist = tuple(float(value) for value in data.get("assist", ()))
         values = (base, per_token, per_attended, per_request, *bends, verify, *assist)
         if not 0.0 < base + per_token < math.inf or min(values) < 0.0 or not all(map(math.isfinite, values)):
             raise ValueError("step times must be positive")

@@ -27,7 +27,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from agentspec_runtime.budget import FixedBudget, GoodputBudget, StepCost
 from agentspec_runtime.drafting import Drafter, DraftingConfig, TokenTable
-from agentspec_runtime.engine.args import ASSIST_METHODS
+from agentspec_runtime.engine.args import ASSIST_METHODS, CPU_WORKER
 from agentspec_runtime.engine.config import ADDITIONAL_CONFIG_KEY, EngineConfig
 from agentspec_runtime.engine.curves import AUTO, CurveFile, curve_of, read_curve
 from agentspec_runtime.engine.guard import Guard
@@ -218,6 +218,11 @@ def _is_assisted(vllm_config: VllmConfig) -> bool:
     return bool(vllm_config.speculative_config.method != "custom_class")
 
 
+def _may_leave_out(vllm_config: VllmConfig) -> bool:
+    """Whether the worker is ours, which can do without its model drafter (`worker.py`)."""
+    return bool(vllm_config.parallel_config.worker_cls == CPU_WORKER)
+
+
 def _build_budget(config: EngineConfig, kept: CurveFile | None) -> FixedBudget | GoodputBudget:
     if config.budget == "fixed":
         return FixedBudget(config.min_survival)
@@ -256,6 +261,7 @@ def _build_speculation(
         structured_output=scheduler.structured_output_manager,
         observer=observer,
         assisted=_is_assisted(vllm_config),
+        may_leave_out=_may_leave_out(vllm_config),
         token_text=_token_text(vocabulary),
         block_tokens=getattr(scheduler, "hash_block_size", 0) or scheduler.block_size if hashing else 0,
     )

@@ -22,7 +22,7 @@ from agentspec_runtime.drafting import BatchDraft, Drafter, DraftScope
 from agentspec_runtime.drafting.answers import Answers
 from agentspec_runtime.drafting.blocks import kind_code
 from agentspec_runtime.engine.accounts import Accounts, StepWork
-from agentspec_runtime.engine.assist import Assist
+from agentspec_runtime.engine.assist import LEFT_OUT, Assist
 from agentspec_runtime.engine.config import EngineConfig
 from agentspec_runtime.engine.guard import Guard
 from agentspec_runtime.engine.ledger import RequestLedger
@@ -75,7 +75,8 @@ _NOTHING: Final = _Placed(sources={})
 
 class Speculation:
     """See the module docstring. `guard`: counts errors of the scheduler's calls, for the report. `assisted`:
-    the worker has a model drafter. `clock`: seconds that never run backwards; `wall`: of the epoch.
+    the worker has a model drafter, `may_leave_out`: and can do without its first pass. `clock`: seconds that
+    never run backwards; `wall`: of the epoch.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Speculation:
         structured_output: StructuredOutputManager,
         observer: Observer | None = None,
         assisted: bool = False,
+        may_leave_out: bool = False,
         block_tokens: int = 0,
         token_text: TokenText = lambda _: b"",
         clock: Callable[[], float] = time.perf_counter,
@@ -106,7 +108,12 @@ class Speculation:
         self._accounts = Accounts(observer, answers, model=model, token_text=token_text, wall=wall)
         most = drafter.config.num_speculative_tokens
         self._assist = (
-            Assist(drafter.vocabulary.vocab_size, budget, min(config.assist_depth, most))
+            Assist(
+                drafter.vocabulary.vocab_size,
+                budget,
+                min(config.assist_depth, most),
+                may_leave_out=may_leave_out,
+            )
             if assisted
             else None
         )
@@ -145,7 +152,7 @@ class Speculation:
         reach = _REACH[min(_REACH.index(self._config.scope), _REACH.index(hint.scope if hint else "corpus"))]
         space = namespace(request)
         if self._assist is not None:
-            self._assist.arbiter.start(request.request_id, space, begins_in)
+            self._assist.start(request.request_id, space, begins_in)
         self._drafter.start(
             request.request_id,
             prompt,
@@ -162,7 +169,7 @@ class Speculation:
         if live is None:
             return
         if self._assist is not None:
-            self._assist.arbiter.finish(request.request_id)
+            self._assist.finish(request.request_id)
         try:
             self._drafter.finish(request.request_id, keys=request.block_hashes)
         finally:
@@ -226,7 +233,7 @@ class Speculation:
             weights=np.array([live.weight for live in decoding]),
             num_waiting=num_waiting,
             room=max_tokens - len(decoding),
-            assist_depth=self._assist.asked if self._assist is not None else 0,
+            assist_depth=self._assist.asked if self._assist is not None else LEFT_OUT,
         )
         batch = self._draft(decoding, caps, load)
         plan = self._budget.choose(load, batch.survival, batch.lengths)
@@ -291,7 +298,7 @@ class Speculation:
 
     def scheduled(self, output: SchedulerOutput, requests: Mapping[str, Request], num_waiting: int) -> int:
         """vLLM has decided what the step holds; it starts now. Returns how many tokens per request the
-        worker's own drafter shall make in it.
+        worker's own drafter shall make in it; -1: it shall not run.
         """
         placed, self._pending = self._pending, _NOTHING
         attended = num_prefill = num_sampling = 0
@@ -312,7 +319,7 @@ class Speculation:
                 if request.prefill_stats is not None:  # vLLM takes it away with the first token
                     live.ledger.num_cached_tokens = int(request.prefill_stats.num_cached_tokens)
         assist = self._assist
-        depth = self._assist_depth(assist, output, requests) if assist is not None else 0
+        depth = self._assist_depth(assist, output, requests) if assist is not None else LEFT_OUT
         shape = StepShape(
             num_tokens=output.total_num_scheduled_tokens,
             num_attended=attended,
@@ -332,20 +339,21 @@ class Speculation:
             num_waiting=num_waiting,
             assist_gain=assist.gain if assist is not None else None,
         )
-        return depth
+        return depth if assist is not None else 0
 
     def _assist_depth(self, assist: Assist, output: SchedulerOutput, requests: Mapping[str, Request]) -> int:
         most = self._drafter.config.num_speculative_tokens
-        num = attended = 0
+        asking: list[str] = []
+        attended = 0
         fits = self._config.speculate == "auto"
         for req_id in output.num_scheduled_tokens:
             request = requests[req_id]
             fits = fits and request.num_computed_tokens + most <= self._max_model_len
             live = self._live.get(req_id)
-            if live is not None and live.cap and not request.is_prefill_chunk and req_id in assist.arbiter:
-                num += 1
+            if live is not None and live.cap and not request.is_prefill_chunk:
+                asking.append(req_id)
                 attended += request.num_computed_tokens
-        return assist.depth(num, attended, fits=fits)
+        return assist.depth(output.num_scheduled_tokens, asking, attended, fits=fits)
 
     def take_assist(self, req_ids: Sequence[str], drafts: Sequence[Sequence[int]]) -> None:
         """The worker's own drafts for the next step."""
@@ -416,7 +424,7 @@ class Speculation:
                     continue
                 self._drafter.finish(output.request_id, keep=False)
                 if self._assist is not None:
-                    self._assist.arbiter.finish(output.request_id)
+                    self._assist.finish(output.request_id)
                 if output.finish_reason is not None and output.request_id not in requests:
                     self.finish(live.request, str(output.finish_reason))
 

@@ -115,6 +115,9 @@ class EngineMetrics:
             "Tokens that the worker's model drafter made per request in a step.",
             _DEPTH_BUCKETS,
         )
+        self._assist_left_out = counter(
+            "assist_left_out_steps", "Steps in which the worker's model drafter did not run at all."
+        )
         self._assist_gain = Gauge(
             "agentspec_assist_gain",
             "Tokens per request and step that the model drafter is expected to add, price subtracted.",
@@ -151,7 +154,8 @@ class EngineMetrics:
             self._draft.observe(report.draft_s)
             self._index.observe(report.index_s)
             if report.assist_depth is not None:
-                self._assist_depth.observe(report.assist_depth)
+                self._assist_depth.observe(max(report.assist_depth, 0))
+                self._assist_left_out.inc(report.assist_depth < 0)
             if report.predicted_s > 0.0:
                 self._predicted.observe(report.predicted_s)
                 self._error.observe(report.measured_s / report.predicted_s)

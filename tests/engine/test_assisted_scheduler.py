@@ -36,6 +36,7 @@ def assisted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., S
     """An engine whose worker is said to have a drafter; loading a real one takes a real worker."""
     monkeypatch.setattr(scheduler_module, "_is_assisted", lambda _: True)
     monkeypatch.setattr(scheduler_module, "_check_assist", lambda _: None)
+    monkeypatch.setattr(scheduler_module, "_may_leave_out", lambda _: True)
     model = write_model_config(tmp_path)
 
     def make(**options: object) -> ScriptedEngine:
@@ -94,6 +95,36 @@ def test_a_drafter_that_is_always_wrong_is_left_out(assisted: Callable[..., Scri
     depths = play(engine, lambda _, depth: [501] * depth)
     assert all(engine.answers[f"r{number}"].tokens == [*NOVEL, EOS] for number in range(4))
     assert sum(depths[40:]) <= 8 * (len(depths[40:]) // 48 + 1)
+
+
+def test_a_drafter_that_does_not_pay_is_left_out_and_what_it_missed_is_not_taken(
+    assisted: Callable[..., ScriptedEngine],
+) -> None:
+    """Its first pass takes a fifth of a step here, and it is never right. Then it is, but for a request that
+    began while it was left out nothing is taken; for the next one it is.
+    """
+    recorder = Recorder()
+    engine = assisted(observer=recorder)
+    out: list[int] = []
+
+    def passes(output: SchedulerOutput) -> None:
+        depth = output.num_spec_tokens_to_schedule
+        out.append(depth)
+        engine.clock_s += 0.0 if depth < 0 else 0.002 + 0.001 * depth
+
+    engine.during_step = passes
+    for number in range(4):
+        engine.add(f"wrong{number}", PROMPT, NOVEL)
+    play(engine, lambda _, depth: [501] * max(depth, 0))
+    assert -1 in out
+    assert out[-1] == -1
+    for name in ("missed", "new"):
+        engine.add(name, PROMPT, [RNG.randrange(10, 500) for _ in range(300)])
+        depths = play(engine, right(engine))
+        assert max(depths) >= 0, "it runs again"
+        drafted = sum(DraftSource.ASSIST in block.verdicts for block in recorder.requests[-1].blocks)
+        assert bool(drafted) == (name == "new")
+    assert engine.scheduler._guard.errors == 0
 
 
 @pytest.mark.parametrize("speculate", ["off", 0])

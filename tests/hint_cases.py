@@ -62,9 +62,9 @@ broken = st.tuples(likely, st.integers(0, 200), st.text(max_size=3)).map(
     lambda parts: parts[0][: parts[1]] + parts[2] + parts[0][parts[1] + 1 :]
 )
 """A hint with something cut out or put in."""
-nested = st.tuples(st.sampled_from(["[", '{"a":']), st.integers(1, 2000)).map(
-    lambda parts: parts[0] * parts[1]
-)
+torn = st.tuples(st.sampled_from(["[", '{"a":']), st.integers(1, 2000)).map(lambda parts: parts[0] * parts[1])
+nested = torn | st.integers(1, 2000).map(lambda depth: f'{{"future":{"[" * depth}{"]" * depth}}}')
+"""Deep, whole or not. The parser takes 200 levels."""
 large = st.integers(4000, 5000).map(lambda size: json.dumps({"future": "x" * size}))
 
 texts = likely | mixed | broken | nested | large | st.text(max_size=60)

@@ -1,11 +1,11 @@
 """By hand: the request mix on a plain server and on ours, in a precision that has near ties.
 
-    python tests/engine/compare_servers.py PLAIN_URL OURS_URL [--at-once 4] [--rounds 3]
+    python tests/engine/compare_servers.py PLAIN_URL OURS_URL [--at-once 4] [--rounds 3] [--varied 500]
 
-URLs end in /v1. The plain server answers everything one at a time (the reference), then `--at-once` at a
-time: how far it differs from itself is the measure for ours. Each differing answer is printed with the place
-and the gap, in nats, between the two tokens there, and between the two most likely ones, by the plain
-server's own log probabilities. The last line is JSON.
+URLs end in /v1. `--varied`: so many more requests, made from a seed. The plain server answers everything one
+at a time (the reference), then `--at-once` at a time: how far it differs from itself is the measure for ours.
+Each differing answer is printed with the place and the gap, in nats, between the two tokens there, and
+between the two most likely ones, by the plain server's own log probabilities. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 from conversation import Answer, ask, ask_all, post
 from request_mix import greedy_requests
+from varied_requests import varied_requests
 
 MODEL = "SmolLM2-135M-Instruct"
 
@@ -70,8 +71,10 @@ def main() -> None:
     parser.add_argument("ours")
     parser.add_argument("--at-once", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--varied", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    bodies = greedy_requests(MODEL)
+    bodies = greedy_requests(MODEL) | varied_requests(MODEL, options.varied, options.seed)
     reference = ask_all(options.plain, bodies, at_once=1)
     account: dict[str, object] = {"requests": len(bodies)}
     runs = [("plain again, at once", options.plain, options.at_once)]

@@ -131,6 +131,7 @@ def _limited() -> dict[str, Body]:
         "presence penalty": completion("red green blue " * 8, presence_penalty=1.0),
         "repetition penalty": completion("red green blue " * 8, repetition_penalty=1.3),
         "bad words": completion("red green blue " * 8, bad_words=[" green", "blue"]),
+        "seed": completion("red green blue " * 8, seed=7),
         "allowed tokens": completion("red green blue " * 8, allowed_token_ids=list(range(300, 3000))),
     }
     return requests

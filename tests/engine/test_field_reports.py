@@ -1,4 +1,4 @@
-"""docs/field-reports.md names tests: they exist, and every case of its range is answered."""
+"""docs/field-reports.md names tests: they exist, and every case is answered."""
 
 from __future__ import annotations
 
@@ -25,5 +25,4 @@ def test_every_named_test_exists() -> None:
 
 def test_each_case_is_answered_once() -> None:
     cases = [int(number) for number in re.findall(r"^\| FR-(\d\d) \|", TABLE, re.MULTILINE)]
-    assert cases == sorted(set(cases))
-    assert set(range(1, 24)) <= set(cases)
+    assert cases == list(range(1, 62))

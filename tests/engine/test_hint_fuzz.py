@@ -98,6 +98,8 @@ def within_limits(hint: Hint) -> bool:
 @example(value='{"future": NaN}')  # found by a long run: it was taken, and unequal to itself
 @example(value='{"marks": [{"index": 0, "kind": "file", "future": [-Infinity]}]}')
 @example(value='{"session": "NaN"}')
+@example(value=f'{{"future":{"[" * 199}{"]" * 199}}}')
+@example(value=f'{{"future":{"[" * 2000}{"]" * 2000}}}')
 @fuzz(200)
 def test_all_doors_read_a_hint_alike(api: Api, engine: ScriptedEngine, value: object) -> None:
     """Within the limits: passed on byte for byte. Otherwise a 400 at the API, dropped and counted past it."""
@@ -113,6 +115,19 @@ def test_all_doors_read_a_hint_alike(api: Api, engine: ScriptedEngine, value: ob
     read = speculation._read_hint({"agentspec": value})
     assert read == (hint if hint is not None and hint.v <= HINT_VERSION else None)
     assert speculation._dropped_hints == dropped + (read is None)
+
+
+@pytest.mark.parametrize(("begin", "end"), [("[", "]"), ('{"a":', "}")], ids=["lists", "objects"])
+def test_depth_is_limited(begin: str, end: str) -> None:
+    """Well-formed and small, but deep: read up to 190 levels, refused from 201 on (the parser's limit)."""
+
+    def nested(depth: int) -> str:
+        return f'{{"future":{begin * depth}0{end * depth}}}'
+
+    assert decoded(encode_hint(decode_hint(nested(190)))) == decode_hint(nested(190))
+    for depth in (201, 500):
+        with pytest.raises(HintError, match="recursion"):
+            decode_hint(nested(depth))
 
 
 @given(value=texts)

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from conversation import Answer, ask, ask_all, metric, post
 from request_mix import CODE, EDIT, PERSON, chat, completion, greedy_requests
+from varied_requests import OPTIONS, SHAPES, TEXTS, varied_requests
 
 from agentspec_runtime.hints import Hint, encode_hint
 
@@ -25,6 +26,8 @@ pytestmark = pytest.mark.engine
 
 MODEL = "SmolLM2-135M-Instruct"
 REQUESTS = greedy_requests(MODEL)
+MANY = 32
+"""Requests at once."""
 NEAR_TIE = 1e-3
 """Difference of two log probabilities, in nats. Noise of float32 is about 1e-5 here."""
 LOOSE = 1e-3
@@ -42,8 +45,8 @@ def served(engine_server: Any) -> dict[tuple[int, bool], dict[str, Answer]]:
     url = engine_server.base_url
     some = dict(list(REQUESTS.items())[::5])
     return {
-        (16, False): ask_all(url, REQUESTS, at_once=16),
-        (16, True): ask_all(url, REQUESTS, at_once=16, stream=True),
+        (MANY, False): ask_all(url, REQUESTS, at_once=MANY),
+        (MANY, True): ask_all(url, REQUESTS, at_once=MANY, stream=True),
         (1, False): ask_all(url, some, at_once=1),
         (1, True): ask_all(url, some, at_once=1, stream=True),
     }
@@ -51,7 +54,7 @@ def served(engine_server: Any) -> dict[tuple[int, bool], dict[str, Answer]]:
 
 WAYS = [
     pytest.param(way, name, id=f"{name} ({way[0]} at once{', streamed' * way[1]})")
-    for way in ((16, False), (16, True), (1, False), (1, True))
+    for way in ((MANY, False), (MANY, True), (1, False), (1, True))
     for name in (REQUESTS if way[0] > 1 else list(REQUESTS)[::5])
 ]
 
@@ -108,12 +111,14 @@ def _explain(base_url: str, body: Mapping[str, Any], mine: list[int], theirs: li
 
 def test_the_mix_was_drafted_for(served: dict[tuple[int, bool], dict[str, Answer]]) -> None:
     """Equality of answers without drafts would prove nothing."""
-    answers = served[16, False].values()
+    answers = served[MANY, False].values()
     accepted = sum((a.speculative or {}).get("num_accepted_draft_tokens", 0) for a in answers)
     tokens = sum(a.completion_tokens for a in answers)
     assert accepted > 0.25 * tokens
     drafted = [a for a in answers if (a.speculative or {}).get("num_draft_tokens")]
-    assert len(drafted) > 0.6 * len(served[16, False])
+    assert len(drafted) > 0.6 * len(served[MANY, False])
+    wrong = sum((a.speculative or {}).get("num_draft_tokens", 0) for a in answers) - accepted
+    assert wrong > 0.02 * tokens, "drafts that the model does not follow were among them"
 
 
 @pytest.mark.slow
@@ -142,7 +147,7 @@ def test_constrained_answers_keep_to_their_grammar(
     served: dict[tuple[int, bool], dict[str, Answer]],
 ) -> None:
     """FR-04: with a fence in the prompt that a drafter would copy."""
-    for way in ((16, False), (16, True)):
+    for way in ((MANY, False), (MANY, True)):
         answers = served[way]
         for name in ("json schema", "json schema, fence in the prompt"):
             value = json.loads(answers[name].choices[0].text)
@@ -155,7 +160,7 @@ def test_constrained_answers_keep_to_their_grammar(
 def test_one_logprob_per_token(served: dict[tuple[int, bool], dict[str, Answer]]) -> None:
     """FR-08, FR-09: also where a stop string cuts a step; and none is zero by default."""
     for name in ("logprobs", "logprobs of a completion", "logprobs with a stop"):
-        for way in ((16, False), (16, True)):
+        for way in ((MANY, False), (MANY, True)):
             answer = served[way][name]
             values = [value for _, value in answer.choices[0].logprobs]
             assert len(values) == answer.completion_tokens
@@ -172,8 +177,8 @@ def test_minimum_length_is_kept(served: dict[tuple[int, bool], dict[str, Answer]
 
 def test_bad_words_are_not_said(served: dict[tuple[int, bool], dict[str, Answer]]) -> None:
     """FR-07: the drafter would copy them, the sampler must still forbid them."""
-    assert "green" not in served[16, False]["bad words"].choices[0].text
-    ids = served[16, False]["allowed tokens"].choices[0].token_ids
+    assert "green" not in served[MANY, False]["bad words"].choices[0].text
+    ids = served[MANY, False]["allowed tokens"].choices[0].token_ids
     assert all(300 <= token < 3000 for token in ids)
 
 
@@ -302,13 +307,43 @@ def test_hints_change_no_token(engine_server: Any, plain_answers: dict[str, Answ
 
 
 @pytest.mark.parametrize("parameter", [{"min_p": 0.1}, {"logit_bias": {"400": 5}}])
+@pytest.mark.parametrize("speculate", ["auto", "off"])
 def test_what_vllm_refuses_with_speculation_is_refused_clearly(
-    engine_server: Any, parameter: dict[str, object]
+    engine_server: Any, plain_server: Any, parameter: dict[str, object], speculate: str
 ) -> None:
-    """A documented limit of vLLM 0.32: an answer that says so, never a silently ignored parameter."""
-    answer = ask(engine_server.base_url, {**REQUESTS["chat"], "temperature": 0.7, **parameter})
+    """A documented limit of vLLM 0.32: an answer that says so, never a silently ignored parameter. vLLM looks
+    at the server's configuration, so a request without drafts is refused as well; once it is not, the way is
+    free for `speculate: off` (docs/compatibility.md). The plain server takes both.
+    """
+    body = {**REQUESTS["one letter"], "temperature": 0.7, "max_tokens": 2, **parameter}
+    answer = ask(engine_server.base_url, {**body, "vllm_xargs": hint(speculate=speculate)})
     assert answer.status == 400
     assert "speculative decoding" in answer.message
+    assert ask(plain_server.base_url, body).status == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        completion(""),
+        completion([]),
+        {"messages": [], "max_tokens": 4},
+        completion([10**9]),
+        completion([-1]),
+        {**completion("a"), "n": 2},
+        {**completion("a"), "max_tokens": 0},
+    ],
+    ids=["no text", "no tokens", "no messages", "huge id", "negative id", "greedy n=2", "max_tokens 0"],
+)
+def test_what_is_no_request_is_answered_as_by_the_plain_server(
+    engine_server: Any, plain_server: Any, body: dict[str, object]
+) -> None:
+    """Empty prompts, tokens that no vocabulary holds, several greedy answers: vLLM decides, not we."""
+    asked = {"model": MODEL, "temperature": 0, **body}
+    ours, plain = ask(engine_server.base_url, asked), ask(plain_server.base_url, asked)
+    assert ours.status == plain.status
+    assert [choice.text for choice in ours.choices] == [choice.text for choice in plain.choices]
+    assert ask(engine_server.base_url, REQUESTS["max_tokens 1"]).status == 200
 
 
 # Sessions
@@ -371,7 +406,7 @@ def test_streams_arrive_in_pieces_of_several_tokens(
     served: dict[tuple[int, bool], dict[str, Answer]],
 ) -> None:
     """What speculation looks like to a client: fewer chunks than tokens, the text is the same."""
-    answer = served[1, True]["code edit"] if "code edit" in served[1, True] else served[16, True]["copy"]
+    answer = served[1, True]["code edit"] if "code edit" in served[1, True] else served[MANY, True]["copy"]
     assert 1 < answer.num_chunks < answer.completion_tokens
 
 
@@ -439,3 +474,14 @@ def test_stock_client_from_many_threads(
 def test_the_code_of_the_mix_is_code() -> None:
     """Should someone change it: the edit must stay a program, or "code edit" tests nothing."""
     compile(CODE, "mix", "exec")
+
+
+def test_varied_requests_are_varied() -> None:
+    """What the long comparison asks (`compare_servers.py --varied 500`): all different, of every kind."""
+    bodies = varied_requests(MODEL, 500)
+    assert len({json.dumps(body, sort_keys=True) for body in bodies.values()}) == 500
+    assert bodies == varied_requests(MODEL, 500)
+    kinds = [kind for name in bodies for kind in name.split(": ")[1].split(", ")]
+    texts = {make.__name__.strip("_") for make in TEXTS}
+    assert set(kinds) == texts | OPTIONS.keys() | SHAPES.keys()
+    assert min(kinds.count(kind) for kind in set(kinds)) >= 5

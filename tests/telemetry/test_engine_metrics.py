@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import subprocess
@@ -105,6 +106,34 @@ def test_full_queues_drop_and_count() -> None:
     assert value(registry, "agentspec_telemetry_dropped_total", record="step") == 15
     assert value(registry, "agentspec_steps_total") == 10
     made.close()
+
+
+@pytest.mark.parametrize("method", ["add_steps", "add_faults", "add_request", "set_losses"])
+def test_metrics_that_raise_lose_records_and_nothing_else(
+    method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A full disk under the shared files, say: counted, logged once, and what comes afterwards is counted."""
+    registry = CollectorRegistry()
+    observer = observer_on(registry)
+    made = make_request()
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with caplog.at_level("ERROR", logger="agentspec.telemetry"), monkeypatch.context() as patch:
+        patch.setattr(observer._metrics, method, full)
+        for _ in range(2):
+            observer.on_step(make_step())
+            observer.on_request(made.request)
+            assert observer.flush()
+        observer.flush()
+    assert observer._worker.failures > 0
+    assert caplog.text.count("logged once") == 1
+    observer.on_step(make_step())
+    observer.on_request(made.request)
+    observer.close()
+    assert value(registry, "agentspec_steps_total") >= 1
+    assert value(registry, "agentspec_requests_total", finish_reason="stop") >= 1
 
 
 def test_two_observers_of_one_process_share_their_metrics() -> None:

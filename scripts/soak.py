@@ -38,6 +38,7 @@ from soak_sessions import KINDS, WEIGHTS, Body, turns
 NEAR_TIE: Final = 1e-3
 """Nats. Noise of float32 is about 1e-5 here; half precision needs --near-tie 0.1."""
 MAX_LOOKED_UP: Final = 20
+NUM_SLOWEST: Final = 8
 
 
 @dataclass(slots=True)
@@ -58,7 +59,8 @@ class Reply:
 class Tally:
     """What happened in the run."""
 
-    latencies: list[float] = field(default_factory=list)
+    latencies: list[tuple[float, str, int]] = field(default_factory=list)
+    """Seconds, kind, tokens of the answer."""
     by_kind: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -227,7 +229,7 @@ class Soak:
             return
         if kind == "leave":
             return
-        tally.latencies.append(reply.seconds)
+        tally.latencies.append((reply.seconds, kind, len(reply.token_ids)))
         tally.output_tokens += len(reply.token_ids)
         counts = {reply.completion_tokens, len(reply.token_ids)}
         if kind == "logprobs":
@@ -319,7 +321,8 @@ def percentile(sorted_values: Sequence[float], share: float) -> float:
 
 def summary(tally: Tally, metrics: Mapping[str, float], seconds: float, gaps: Sequence[float]) -> Body:
     """The account, as it is printed."""
-    latencies = sorted(tally.latencies)
+    slowest = sorted(tally.latencies, reverse=True)[:NUM_SLOWEST]
+    latencies = sorted(seconds for seconds, _, _ in tally.latencies)
     named = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
     return {
         "seconds": round(seconds, 1),
@@ -333,6 +336,7 @@ def summary(tally: Tally, metrics: Mapping[str, float], seconds: float, gaps: Se
         "near_ties": [round(gap, 6) for gap in gaps],
         "errors": dict(tally.errors),
         "wrong": len(tally.wrong),
+        "slowest": [[round(seconds, 3), kind, tokens] for seconds, kind, tokens in slowest],
         "by_kind": dict(tally.by_kind),
         "left_running": metrics.get("vllm:num_requests_running", 0.0),
         "internal_errors": metrics.get("agentspec_internal_errors_total", 0.0),

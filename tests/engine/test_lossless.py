@@ -341,8 +341,7 @@ def test_what_is_no_request_is_answered_as_by_the_plain_server(
     """Empty prompts, tokens that no vocabulary holds, several greedy answers: vLLM decides, not we."""
     asked = {"model": MODEL, "temperature": 0, **body}
     ours, plain = ask(engine_server.base_url, asked), ask(plain_server.base_url, asked)
-    assert ours.status == plain.status
-    assert [choice.text for choice in ours.choices] == [choice.text for choice in plain.choices]
+    assert ours.status == plain.status == 400
     assert ask(engine_server.base_url, REQUESTS["max_tokens 1"]).status == 200
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Final
 
-__all__ = ["PALETTE", "Bar", "Series", "bars", "lines", "waterfall"]
+__all__ = ["PALETTE", "Bar", "Series", "bars", "lines", "stacked", "waterfall"]
 
 PALETTE: Final = ("#0b6e4f", "#6b7280", "#c2571a", "#3867b7", "#9b3d8f", "#a68a12", "#3b8ea5", "#b23a48")
 """Distinguishable in print and with the common colour deficiencies; the first is for our own method."""
@@ -75,6 +75,15 @@ def lines(
     parts += [_line(line, place_x, place_y, markers=len(line.x) <= 12) for line in series]
     parts.append(_legend(series, place_y))
     return _svg("".join(parts), _WIDTH, _HEIGHT, f"{y_label} by {x_label}")
+
+
+def stacked(charts: Sequence[str], *, title: str) -> str:
+    """Charts of `lines` below each other in one picture."""
+    placed = [
+        chart.replace("<svg ", f'<svg y="{_HEIGHT * number}" width="{_WIDTH}" height="{_HEIGHT}" ', 1)
+        for number, chart in enumerate(charts)
+    ]
+    return _svg("".join(placed), _WIDTH, _HEIGHT * len(charts), title)
 
 
 def bars(rows: Sequence[Bar], *, x_label: str, legend: Sequence[tuple[str, str]] = ()) -> str:

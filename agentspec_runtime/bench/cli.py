@@ -19,6 +19,7 @@ app = typer.Typer(
 
 # In the order in which one would use them; the help shows it.
 app.command()(offline_commands.simulate)
+app.command(help=offline_commands.CONTROLLER_HELP)(offline_commands.controller)
 app.command()(offline_commands.plot)
 app.command()(engine_commands.replay)
 app.command("gpu-check", help=engine_commands.GPU_CHECK_HELP)(engine_commands.gpu_check)

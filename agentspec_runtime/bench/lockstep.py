@@ -11,7 +11,7 @@ import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 
@@ -22,12 +22,12 @@ from agentspec_runtime.bench.tokens import TokenRequest, TokenTrajectory
 from agentspec_runtime.budget import BudgetPolicy, GoodputBudget, Load, StepCost, StepShape
 from agentspec_runtime.drafting import Drafter, DraftingConfig, DraftScope, TokenTable
 
-__all__ = ["LockstepResult", "budget_rows", "simulate_budget"]
+__all__ = ["CAP", "ROOM", "Agent", "LockstepResult", "accepted_tokens", "budget_rows", "simulate_budget"]
 
-_CAP: Final = 32
+CAP: Final = 32
 """Draft length, as for the compared drafters."""
 
-_ROOM: Final = 8192
+ROOM: Final = 8192
 """Tokens that fit into a step beside the requests; vLLM's default on a GPU."""
 
 
@@ -44,11 +44,14 @@ class LockstepResult:
     speedup: float
 
 
-class _Agent:
-    """One agent on its way through its requests."""
+class Agent:
+    """One agent on its way through its requests. `reach`: the widest text that its drafts come from."""
 
-    def __init__(self, trajectory: TokenTrajectory, drafter: Drafter) -> None:
+    def __init__(
+        self, trajectory: TokenTrajectory, drafter: Drafter, reach: Literal["corpus", "session"] = "corpus"
+    ) -> None:
         self._session = trajectory.id
+        self._reach = reach
         self._requests: Iterator[tuple[int, TokenRequest]] = iter(enumerate(trajectory.requests))
         self._drafter = drafter
         self._request: TokenRequest | None = None
@@ -82,13 +85,26 @@ class _Agent:
             if self._request is None:
                 return
             self.req_id = f"{self._session}#{number}"
-            scope = DraftScope(namespace="bench", session=self._session)
+            scope = DraftScope(namespace="bench", session=self._session, reach=self._reach)
             self._drafter.start(self.req_id, self._request.prompt_ids, scope=scope)
             while self._drafter.work():
                 pass
             # The last step of the prompt yields the first token.
             self._drafter.observe_batch([self.req_id], [self._request.output_ids[:1].tolist()])
             self.position = 1
+
+    def leave(self) -> None:
+        """The client goes away in the middle of an answer."""
+        if self._request is not None:
+            self._drafter.finish(self.req_id)
+            self._request = None
+
+
+def accepted_tokens(draft: Tokens, rest: Tokens) -> int:
+    """How many tokens of a draft the recording goes on with."""
+    common = min(len(draft), len(rest))
+    wrong = np.flatnonzero(draft[:common] != rest[:common])
+    return int(wrong[0]) if len(wrong) else common
 
 
 def simulate_budget(
@@ -101,10 +117,10 @@ def simulate_budget(
     """Run a batch of agents; None where there are fewer than `batch` trajectories."""
     if len(trajectories) < batch:
         return None
-    drafter = Drafter(DraftingConfig(num_speculative_tokens=_CAP, max_requests=batch), vocabulary)
+    drafter = Drafter(DraftingConfig(num_speculative_tokens=CAP, max_requests=batch), vocabulary)
     chosen = budget or GoodputBudget(StepCost())
     waiting = iter(trajectories)
-    running = [_Agent(next(waiting), drafter) for _ in range(batch)]
+    running = [Agent(next(waiting), drafter) for _ in range(batch)]
     steps = emitted = drafted = accepted = 0
     seconds = 0.0
     while len(running := _refilled(running, waiting, drafter)) == batch:
@@ -156,23 +172,21 @@ def _unit(plan: Plan, index: int, cost: StepTime, batch: int) -> LockstepResult 
     return simulate_budget(trajectories, load_vocabulary(plan.model), cost, batch)
 
 
-def _refilled(
-    running: Sequence[_Agent], waiting: Iterator[TokenTrajectory], drafter: Drafter
-) -> list[_Agent]:
+def _refilled(running: Sequence[Agent], waiting: Iterator[TokenTrajectory], drafter: Drafter) -> list[Agent]:
     """The agents that go on, and new ones in the place of those that are done."""
-    kept: list[_Agent] = []
+    kept: list[Agent] = []
     for agent in running:
-        current: _Agent | None = agent
+        current: Agent | None = agent
         while current is not None and current.done:
             following = next(waiting, None)
-            current = None if following is None else _Agent(following, drafter)
+            current = None if following is None else Agent(following, drafter)
         if current is not None:
             kept.append(current)
     return kept
 
 
 def _step(
-    running: Sequence[_Agent], drafter: Drafter, budget: BudgetPolicy, cost: StepTime
+    running: Sequence[Agent], drafter: Drafter, budget: BudgetPolicy, cost: StepTime
 ) -> tuple[int, int, int, float]:
     """(drafted, accepted, emitted, seconds) of one step."""
     batch = len(running)
@@ -183,10 +197,10 @@ def _step(
         prefill_attended=0,
         weights=np.ones(batch),
         num_waiting=0,
-        room=_ROOM,
+        room=ROOM,
     )
     req_ids = [agent.req_id for agent in running]
-    offered = drafter.draft_batch(req_ids, [_CAP] * batch, budget.prices(load).tolist())
+    offered = drafter.draft_batch(req_ids, [CAP] * batch, budget.prices(load).tolist())
     lengths = budget.choose(load, offered.survival, offered.lengths).lengths
     drafted = int(lengths.sum())
     seconds = cost.step_s(batch + drafted, batch)
@@ -194,15 +208,14 @@ def _step(
         num_tokens=batch + drafted,
         num_attended=int((contexts * (1 + lengths)).sum()),
         num_requests=batch,
+        verifies=drafted > 0,
     )
     budget.observe(shape, seconds)
     accepted = emitted = 0
     new_ids: list[list[int]] = []
     for row, agent in enumerate(running):
         rest = agent.rest
-        common = min(int(lengths[row]), len(rest))
-        wrong = np.flatnonzero(offered.token_ids[row, :common] != rest[:common])
-        right = int(wrong[0]) if len(wrong) else common
+        right = accepted_tokens(offered.token_ids[row, : lengths[row]], rest)
         accepted += right
         new_ids.append(rest[: right + 1].tolist())
     drafter.observe_batch(req_ids, new_ids)

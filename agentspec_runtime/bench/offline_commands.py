@@ -1,4 +1,7 @@
-"""Commands of `agentspec bench` that need no engine: simulate, plot, report. Heavy imports happen inside."""
+"""Commands of `agentspec bench` that need no engine: simulate, controller, plot, report.
+
+Heavy imports happen inside.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,32 @@ from agentspec_runtime.bench.options import (
     embedded_model,
     names,
 )
+from agentspec_runtime.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from agentspec_runtime.bench.controller import KnownCost
     from agentspec_runtime.bench.costs import GoodputRow, StepTime
     from agentspec_runtime.bench.simulate import Plan, WorkloadResult
 
-__all__ = ["plot", "report", "simulate"]
+__all__ = ["CONTROLLER_HELP", "controller", "plot", "report", "simulate"]
 
 _ALL_METHODS: Final = "ngram,suffix,agentspec,oracle"
+
+CONTROLLER_HELP: Final = (
+    "Does the budget settle? The real drafter and the real budget in virtual time, under changing load.\n\n"
+    "The time of a step comes from --cost, with noise and rare stalls. The budget does not know that curve: "
+    "it starts cold and learns from what it is told. Beside every choice stands the optimum, which is what "
+    "the same rule would have chosen from the same survivals with the curve known.\n\n"
+    "[bold]sweep[/bold]  one more request in flight every --hold steps, up to --most, and down again\n\n"
+    "[bold]burst[/bold]  1, then --most at once, then 1 at once\n\n"
+    "[bold]wake[/bold]   text that does not repeat, text as recorded, text that does not repeat\n\n"
+    "Prints for each: goodput over never drafting, in all and in the worst window of 50 steps; the part of "
+    "the optimum's goodput; steps after each jump until the budget stays within a fifth of the optimum; "
+    "swings between too much and too little; the most steps in a row in which a request had a draft as good "
+    "as one admitted and got none. Leaves controller.json (every step) and a picture of each programme."
+    "\n\n[bold]agentspec bench controller --cost h100/dense-8b --out controller[/bold]"
+    "\n\n[bold]agentspec bench controller --traces runs.jsonl.gz --cost curve.json --out controller[/bold]"
+)
 
 
 def simulate(
@@ -96,6 +117,78 @@ def simulate(
         shown.print(f"All figures: {out}")
 
 
+def controller(
+    more_traces: MoreTraces = None,
+    traces: Annotated[
+        list[Path] | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="Recordings of yours: FILE... Default: the small ones that ship with this package.",
+        ),
+    ] = None,
+    cost: Annotated[
+        str,
+        typer.Option(
+            help="True step time: a file of 'bench calibrate', a curve that a server has learned, or a "
+            "preset like h100/dense-8b."
+        ),
+    ] = "h100/dense-8b",
+    programmes: Annotated[str, typer.Option(help="Comma-separated.")] = "sweep,burst,wake",
+    most: Annotated[int, typer.Option(min=2, help="Most requests in flight; wake runs a quarter.")] = 64,
+    hold: Annotated[int, typer.Option(min=1, help="Steps of the sweep at each number in flight.")] = 25,
+    steps: Annotated[int, typer.Option(min=50, help="Steps of each part of burst and wake.")] = 300,
+    noise: Annotated[float, typer.Option(min=0, help="Relative spread of what the budget is told.")] = 0.05,
+    stall_every: Annotated[int, typer.Option(min=0, help="One step in so many takes 5 times as long.")] = 200,
+    seed: Annotated[int, typer.Option(help="Of noise and stalls.")] = 0,
+    model: ModelOption = None,
+    chat_template: TemplateOption = None,
+    set_aside: SideOption = Side.ALL,
+    max_model_len: Annotated[int | None, typer.Option(min=16, help="Leave out longer requests.")] = None,
+    out: Annotated[Path | None, typer.Option(file_okay=False, help="Folder for JSON and pictures.")] = None,
+) -> None:
+    """Does the budget settle? `CONTROLLER_HELP` says more."""
+    from agentspec_runtime.bench import tables
+    from agentspec_runtime.bench.chat_tokens import load_vocabulary
+    from agentspec_runtime.bench.controller import Noise, programme, run_programme
+    from agentspec_runtime.bench.controller_figures import figures
+    from agentspec_runtime.bench.gpu_check import OWN_RECORDINGS
+    from agentspec_runtime.bench.plots import write_controller
+    from agentspec_runtime.bench.provenance import collect_provenance
+    from agentspec_runtime.bench.simulate import Plan, selected_trajectories
+
+    shown = console()
+    chosen = [programme(name, most=most, hold=hold, steps=steps) for name in names(programmes)]
+    truth = _known_cost(cost)
+    plan = Plan(
+        files=(*(traces or ()), *(more_traces or ())) or (OWN_RECORDINGS,),
+        model=model or embedded_model(shown.print),
+        chat_template=chat_template,
+        part=set_aside.value,
+        max_model_len=max_model_len,
+    )
+    texts = [text for file in plan.files for text in selected_trajectories(plan, file)[0]]
+    told = Noise(sigma=noise, stall_every=stall_every, seed=seed)
+    results = []
+    for part in chosen:
+        run = run_programme(part, texts, load_vocabulary(plan.model), truth, noise=told)
+        results.append((run, figures(run)))
+    shown.print(tables.controlled(truth.name, [found for _, found in results]))
+    if out is not None:
+        provenance = collect_provenance(
+            files=plan.files,
+            seeds=[seed],
+            notes={
+                "cost": truth.name,
+                "noise": noise,
+                "stall_every": stall_every,
+                "set_aside": set_aside.value,
+            },
+        )
+        for path in write_controller(results, provenance, out):
+            typer.echo(str(path))
+
+
 def plot(
     results: Annotated[
         list[Path], typer.Argument(exists=True, dir_okay=False, help="Files of 'bench simulate --out'.")
@@ -151,3 +244,16 @@ def _cost(name: str) -> StepTime:
 
     path = Path(name)
     return load_curve(path) if path.suffix == ".json" or path.is_file() else preset(name)
+
+
+def _known_cost(name: str) -> KnownCost:
+    """The same for `controller`, which also takes a curve that a scheduler has learned and kept."""
+    from agentspec_runtime.bench.controller import KnownCost, KnownTime
+    from agentspec_runtime.engine.curves import read_curve
+
+    try:
+        return KnownTime(_cost(name))
+    except ConfigurationError:
+        if not Path(name).is_file():
+            raise
+        return KnownCost(read_curve(Path(name)), Path(name).stem)

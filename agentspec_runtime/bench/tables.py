@@ -14,9 +14,10 @@ from agentspec_runtime.bench.simulate import WorkloadResult
 from agentspec_runtime.bench.summary import CellSummary
 
 if TYPE_CHECKING:
+    from agentspec_runtime.bench.controller_figures import Figures
     from agentspec_runtime.bench.live import LiveRow
 
-__all__ = ["checked", "goodput", "lived", "replayed", "simulated"]
+__all__ = ["checked", "controlled", "goodput", "lived", "replayed", "simulated"]
 
 
 def simulated(result: WorkloadResult) -> Table:
@@ -51,6 +52,34 @@ def simulated(result: WorkloadResult) -> Table:
             f"{figures.tokens_per_step:.2f}",
             f"{figures.draft_us_per_step:.0f}" if figures.draft_us_per_step else "-",
             "-" if figures.calibration_error is None else f"{figures.calibration_error:.3f}",
+        )
+    return table
+
+
+def controlled(cost: str, found: Sequence[Figures]) -> Table:
+    """What `bench controller` found, a line per programme."""
+    table = Table(
+        title=f"Budget that learns the step time of {cost} from cold",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.add_column("programme", no_wrap=True)
+    for heading in (
+        "steps", "over plain", "worst window", "of optimum", "settled after", "swings", "longest wait",
+    ):  # fmt: skip
+        table.add_column(heading, justify="right")
+    for row in found:
+        settled = ("never" if steps is None else str(steps) for steps in row.settled)
+        table.add_row(
+            row.programme,
+            f"{row.steps:,}",
+            f"{row.over_plain:.2f}x",
+            f"{row.worst_window:.2f}x",
+            f"{row.of_optimum:.3f}",
+            ", ".join(settled) or "-",
+            str(row.swings),
+            str(row.longest_wait),
         )
     return table
 

@@ -1,9 +1,18 @@
 """Pure core: how many tokens to draft for whom. Start at `policy.GoodputBudget`."""
 
 from agentspec_runtime.budget.cost import CostCurve, StepCost, StepShape
-from agentspec_runtime.budget.policy import AssistPrices, BudgetPolicy, FixedBudget, GoodputBudget, Load, Plan
+from agentspec_runtime.budget.policy import (
+    LATENCY_WEIGHTS,
+    AssistPrices,
+    BudgetPolicy,
+    FixedBudget,
+    GoodputBudget,
+    Load,
+    Plan,
+)
 
 __all__ = [
+    "LATENCY_WEIGHTS",
     "AssistPrices",
     "BudgetPolicy",
     "CostCurve",

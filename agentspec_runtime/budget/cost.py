@@ -20,7 +20,10 @@ towards a plain first guess, so that directions that the load never varies in st
 Non-negative least squares by coordinate descent, warm-started (Franc, Hlavac, Navara, "Sequential
 Coordinate-Wise Algorithm for the Non-negative Least Squares Problem", 2005).
 
-A step that is far off (a compile, a page fault, another process) is clipped, not learned.
+A step that is far off (a compile, a page fault, another process) is not learned, and several are clipped.
+
+What the steps did not tell is known too (`unsure_seconds`): while no drafts are made and every step has the
+same size, nobody can say what a draft token costs, and only drafting would tell.
 Units: seconds and tokens.
 """
 
@@ -40,14 +43,21 @@ _FloatArray = npt.NDArray[np.float64]
 _FORGET: Final = 0.998
 """Half-life of about 350 steps: follows a change of load within seconds, averages out noise."""
 _CLIP: Final = 3.0
-"""Once learned, a step counts as at most 3 times longer or shorter than predicted."""
+"""Once learned, a step counts as at most 3 times longer or shorter than predicted, and not at all if it is
+the only such step for some time."""
+_ALONE: Final = 16
+"""Steps. Something that lasts is far off again within so many; a stall is not. Learned as the only step of
+its size, it would make that size look dear for thousands of steps."""
 _LEARNED: Final = 24
 _PULL: Final = 0.5
 _SOLVE_EVERY: Final = 8
 """Steps between solutions once learned: one costs about 0.2 ms."""
 _SWEEPS: Final = 12
+_NOISE: Final = 0.03
+"""Relative error of a step time that `unsure_seconds` reckons with: that of a calm machine."""
 
 _BENDS: Final = (8, 16, 32, 64, 128, 256, 512, 1024)
+_BEND_SIZES: Final = np.array(_BENDS, np.float64)
 _BASE: Final = 0
 _REQUEST: Final = 1
 _ATTENDED: Final = 2
@@ -120,9 +130,12 @@ class StepCost:
         self._information: _FloatArray = np.zeros((_NUM, _NUM))
         self._target: _FloatArray = np.zeros(_NUM)
         self._weight = 0.0
+        # Of theta, for relative errors of 1.
+        self._covariance: _FloatArray = np.zeros((_NUM, _NUM))
         # Running sums that scale the guess to the measured level: <y, guess> and <guess, guess>.
         self._level = np.zeros(2)
         self.num_steps = 0
+        self._far_off = -_ALONE
 
     def predict(self, shape: StepShape) -> float:
         """Expected seconds of a step."""
@@ -176,15 +189,46 @@ class StepCost:
                 seconds += self._theta[i] * (np.maximum(n + more_tokens - bend, 0.0) - max(n - bend, 0))
         return seconds
 
+    def unsure_seconds(
+        self, shape: StepShape, more_tokens: _FloatArray, attended: _FloatArray
+    ) -> _FloatArray:
+        """How far off (one standard deviation) the seconds may be that draft tokens add to this shape.
+
+        `more_tokens` float64[D]: how many; `attended` float64[D]: what they look back on together. Verifying
+        is included. Zero before the first step: a curve that was given counts until steps tell more.
+        """
+        n = shape.num_tokens
+        added = np.zeros((more_tokens.size, _NUM))
+        added[:, _VERIFY] = more_tokens > 0.0
+        added[:, _ATTENDED] = attended * _ATTENDED_SCALE
+        added[:, _TOKEN] = more_tokens
+        bent = np.maximum(n + more_tokens[:, None] - _BEND_SIZES, 0.0)
+        added[:, _TOKEN + 1 :] = bent - np.maximum(n - _BEND_SIZES, 0.0)
+        variance: _FloatArray = np.einsum("ij,ij->i", added @ self._covariance, added)
+        unsure: _FloatArray = _NOISE * np.sqrt(np.maximum(variance, 0.0))
+        return unsure
+
+    def unsure_slope(self, shape: StepShape, context: float) -> float:
+        """The same for the cost of one more token that looks back on `context`."""
+        token = np.zeros(_NUM)
+        token[_TOKEN], token[_ATTENDED] = 1.0, context * _ATTENDED_SCALE
+        token[_TOKEN + 1 :] = shape.num_tokens >= _BEND_SIZES
+        return _NOISE * math.sqrt(max(float(token @ self._covariance @ token), 0.0))
+
     def observe(self, shape: StepShape, seconds: float) -> None:
         """Learn from one measured step."""
         if not (math.isfinite(seconds) and _SHORTEST < seconds < _LONGEST):
             return
         x = _features(shape)
-        if self.num_steps >= _LEARNED:
-            expected = self.predict(shape)
-            seconds = min(max(seconds, expected / _CLIP), expected * _CLIP)
         self.num_steps += 1
+        if self.num_steps > _LEARNED:
+            expected = self.predict(shape)
+            believed = min(max(seconds, expected / _CLIP), expected * _CLIP)
+            if believed != seconds:
+                before, self._far_off = self._far_off, self.num_steps
+                if self.num_steps - before > _ALONE:
+                    return
+            seconds = believed
         # Relative errors: a 1 s prefill step must not drown a 20 ms decode step.
         x /= seconds
         self._information *= _FORGET
@@ -213,6 +257,7 @@ class StepCost:
                 if step != 0.0:
                     theta[j] += step
                     gradient += step * matrix[j]
+        self._covariance = np.linalg.inv(matrix).astype(np.float64)
 
 
 def _features(shape: StepShape) -> _FloatArray:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from agentspec_runtime.budget import BudgetPolicy, Load, Plan, StepShape
+from agentspec_runtime.budget import LATENCY_WEIGHTS, BudgetPolicy, Load, Plan, StepShape
 from agentspec_runtime.drafting import BatchDraft, Drafter, DraftScope
 from agentspec_runtime.drafting.answers import Answers
 from agentspec_runtime.drafting.blocks import kind_code
@@ -41,9 +41,6 @@ if TYPE_CHECKING:
 __all__ = ["Speculation"]
 
 _log = logging.getLogger("agentspec.engine")
-
-_LATENCY_WEIGHT: Final[Mapping[str, float]] = {"interactive": 1.5, "normal": 1.0, "batch": 0.75}
-"""How much a saved token of each class is worth against a normal one."""
 
 _Reach: TypeAlias = Literal["corpus", "session", "request"]
 _REACH: Final[tuple[_Reach, ...]] = ("request", "session", "corpus")
@@ -144,7 +141,7 @@ class Speculation:
         begins_in = kind_code(hint.expect[0]) if hint and hint.expect else 0
         self._accounts.start(request.request_id, begins_in)
         if hint is not None:
-            live.weight = _LATENCY_WEIGHT[hint.latency]
+            live.weight = LATENCY_WEIGHTS[hint.latency]
             if hint.speculate != "auto":
                 live.cap = 0 if hint.speculate == "off" else min(live.cap, hint.speculate)
         if live.cap == 0 or self._config.speculate == "off":

@@ -29,7 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_help_of_every_command_loads_nothing_heavy() -> None:
-    for command in ("simulate", "replay", "gpu-check", "calibrate", "report", "live"):
+    for command in ("simulate", "controller", "replay", "gpu-check", "calibrate", "report", "live"):
         code = (
             "import sys\n"
             "from agentspec_runtime.bench.cli import app\n"

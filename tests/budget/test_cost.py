@@ -231,3 +231,24 @@ def test_added_seconds_are_the_difference_of_predictions() -> None:
             num_tokens=24 + more, num_attended=shape.num_attended, num_requests=shape.num_requests
         )
         assert seconds == pytest.approx(cost.predict(larger) - cost.predict(shape), abs=1e-9)
+
+
+def test_steps_of_one_size_leave_the_cost_of_a_token_open() -> None:
+    """What 64 requests without drafts take says nothing of a 65th token; drafts of changing length do."""
+    same, varied = StepCost(), StepCost()
+    base = StepShape(num_tokens=64, num_attended=6400, num_requests=64)
+    more, attended = np.array([0.0, 1.0, 32.0]), np.array([0.0, 100.0, 3200.0])
+    assert same.unsure_slope(base, 100.0) == 0.0
+    assert not same.unsure_seconds(base, more, attended).any()
+    for i in range(200):
+        same.observe(base, 0.1)
+        drafts = i % 33
+        shape = StepShape(
+            num_tokens=64 + drafts, num_attended=100 * (64 + drafts), num_requests=64, verifies=drafts > 0
+        )
+        varied.observe(shape, 0.1 + 0.001 * drafts)
+    assert varied.unsure_slope(base, 100.0) < 1e-4 < 1e-2 < same.unsure_slope(base, 100.0)
+    known, open_ = (cost.unsure_seconds(base, more, attended) for cost in (varied, same))
+    assert known[0] == open_[0] == 0.0
+    assert known[1] < known[2] < 0.003
+    assert open_[2] > 0.1

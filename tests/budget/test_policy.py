@@ -308,3 +308,35 @@ def test_the_price_is_the_least_survival_that_was_admitted() -> None:
     plan = budget_of((1e-2, 1e-7, 1e-5, 0.0)).choose(load_of([30_000, 500]), table, offered)
     assert plan.lengths.tolist() == [1, 1]
     assert plan.price == pytest.approx(0.3)
+
+
+def after_steps(budget: GoodputBudget, requests: int, true: CostCurve, steps: int) -> int:
+    """Draft tokens of the last of so many steps, all of good drafts and told in their true time."""
+    truth = StepCost(true)
+    table, offered = survivals([[0.9, 0.8, 0.7, 0.6]] * requests)
+    drafted = 0
+    for _ in range(steps):
+        drafted = int(budget.choose(load_of([100] * requests), table, offered).lengths.sum())
+        n = requests + drafted
+        shape = StepShape(num_tokens=n, num_attended=100 * n, num_requests=requests, verifies=drafted > 0)
+        budget.observe(shape, truth.predict(shape))
+    return drafted
+
+
+def test_one_stall_is_no_wall() -> None:
+    """A stall in the only step with more than 32 tokens must not make all steps beyond look dear."""
+    budget = GoodputBudget(StepCost())
+    for i in range(60):
+        shape = StepShape(num_tokens=8 + i % 16, num_attended=800, num_requests=8, verifies=i % 16 > 0)
+        budget.observe(shape, 0.01)
+    budget.observe(StepShape(num_tokens=40, num_attended=4000, num_requests=8, verifies=True), 0.05)
+    for _ in range(8):
+        budget.observe(StepShape(num_tokens=8, num_attended=800, num_requests=8), 0.01)
+    assert after_steps(budget, 8, CostCurve(coefficients=(0.01, 1e-7, 0.0, 0.0)), 1) == 32
+
+
+def test_a_curve_that_says_drafts_never_pay_is_tried() -> None:
+    """Kept from a bad day: verifying takes a second. It lets nothing be drafted that would correct it."""
+    curve = CostCurve(coefficients=MEMORY_BOUND, verify=1.0)
+    assert after_steps(GoodputBudget(StepCost(curve)), 4, CostCurve(coefficients=MEMORY_BOUND), 1) == 0
+    assert after_steps(GoodputBudget(StepCost(curve)), 4, CostCurve(coefficients=MEMORY_BOUND), 50) == 16

@@ -16,6 +16,7 @@ if not current_platform.is_cpu():
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from agentspec_runtime.engine import worker as worker_module
 from agentspec_runtime.engine.args import CPU_WORKER
 from agentspec_runtime.engine.worker import RepairedCPUWorker
 
@@ -34,6 +35,8 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> RepairedCPUWorker:
         num_spec_tokens=32,
         speculative_config=SimpleNamespace(use_dflash=lambda: False),
     )
+    # It lasts as long as the process: test_cpu_sampling.py is about vLLM without it.
+    monkeypatch.setattr(worker_module, "repair_cpu_sampling", lambda: None)
     monkeypatch.setattr(CPUWorker, "load_model", lambda _: None)
     monkeypatch.setattr(CPUWorker, "execute_model", lambda _, output: output.num_spec_tokens_to_schedule)
     made.load_model()

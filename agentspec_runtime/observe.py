@@ -159,8 +159,9 @@ class StepReport:
     the step's path, `index_s` time spent indexing. `grammar_cut` are draft tokens that a grammar did not
     allow: never verified, not in `num_draft_tokens`. `dropped_hints` and `internal_errors` are totals
     since the engine started. `assist_depth`: tokens that the worker's model drafter made per request in this
-    step, for the next one; `assist_gain`: tokens per request and step that it is expected to add, price of
-    their slots subtracted; both None where there is no such drafter. `verdicts` is keyed by (block, source).
+    step, for the next one, -1 if it did not run at all; `assist_gain`: tokens per request and step that it is
+    expected to add, price of their slots subtracted; both None where there is no such drafter. `verdicts` is
+    keyed by (block, source).
     """
 
     num_sampling: int

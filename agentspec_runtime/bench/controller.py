@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentspec_runtime.bench.costs import StepTime
-from agentspec_runtime.bench.lockstep import CAP, ROOM, Agent, accepted_tokens
+from agentspec_runtime.bench.lockstep import CAP, ROOM, Agent, accepted_tokens, step_shape
 from agentspec_runtime.bench.tokens import TokenRequest, TokenTrajectory
 from agentspec_runtime.budget import (
     LATENCY_WEIGHTS,
@@ -304,7 +304,7 @@ class _Floor:
         offered = self._offers(load, self.budget)
         plan = self.budget.choose(load, offered.survival, offered.lengths)
         self._note_waits(offered, plan)
-        shape = _shape(contexts, plan.lengths)
+        shape = step_shape(contexts, plan.lengths)
         true_s = self.truth.predict(shape)
         self.budget.observe(shape, true_s * factor)
         accepted, emitted = self._verify(offered, plan.lengths)
@@ -317,9 +317,9 @@ class _Floor:
             predicted_s=plan.predicted_s,
             true_s=true_s,
             told_s=true_s * factor,
-            plain_s=self.truth.predict(_shape(contexts, np.zeros_like(contexts))),
+            plain_s=self.truth.predict(step_shape(contexts, np.zeros_like(contexts))),
             expected=_promised(offered, plan.lengths),
-            best_rate=_promised(ideal, best) / self.truth.predict(_shape(contexts, best)),
+            best_rate=_promised(ideal, best) / self.truth.predict(step_shape(contexts, best)),
             price=plan.price,
         )
 
@@ -358,15 +358,6 @@ class _Floor:
         """The last ones go, in the middle of their answers."""
         while len(self._seats) > wanted:
             self._seats.pop().agent.leave()
-
-
-def _shape(contexts: NDArray[np.int64], lengths: NDArray[np.int64]) -> StepShape:
-    return StepShape(
-        num_tokens=contexts.size + int(lengths.sum()),
-        num_attended=int((contexts * (1 + lengths)).sum()),
-        num_requests=contexts.size,
-        verifies=bool(lengths.any()),
-    )
 
 
 def _promised(offered: BatchDraft, lengths: NDArray[np.int64]) -> float:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from agentspec_runtime.bench.chat_tokens import Tokens, load_vocabulary
 from agentspec_runtime.bench.costs import GoodputRow, StepTime
@@ -22,7 +23,16 @@ from agentspec_runtime.bench.tokens import TokenRequest, TokenTrajectory
 from agentspec_runtime.budget import BudgetPolicy, GoodputBudget, Load, StepCost, StepShape
 from agentspec_runtime.drafting import Drafter, DraftingConfig, DraftScope, TokenTable
 
-__all__ = ["CAP", "ROOM", "Agent", "LockstepResult", "accepted_tokens", "budget_rows", "simulate_budget"]
+__all__ = [
+    "CAP",
+    "ROOM",
+    "Agent",
+    "LockstepResult",
+    "accepted_tokens",
+    "budget_rows",
+    "simulate_budget",
+    "step_shape",
+]
 
 CAP: Final = 32
 """Draft length, as for the compared drafters."""
@@ -105,6 +115,16 @@ def accepted_tokens(draft: Tokens, rest: Tokens) -> int:
     common = min(len(draft), len(rest))
     wrong = np.flatnonzero(draft[:common] != rest[:common])
     return int(wrong[0]) if len(wrong) else common
+
+
+def step_shape(contexts: NDArray[np.int64], lengths: NDArray[np.int64]) -> StepShape:
+    """A step of requests with these contexts, int64[R], and drafts of these lengths, int64[R]."""
+    return StepShape(
+        num_tokens=contexts.size + int(lengths.sum()),
+        num_attended=int((contexts * (1 + lengths)).sum()),
+        num_requests=contexts.size,
+        verifies=bool(lengths.any()),
+    )
 
 
 def simulate_budget(
@@ -204,13 +224,7 @@ def _step(
     lengths = budget.choose(load, offered.survival, offered.lengths).lengths
     drafted = int(lengths.sum())
     seconds = cost.step_s(batch + drafted, batch)
-    shape = StepShape(
-        num_tokens=batch + drafted,
-        num_attended=int((contexts * (1 + lengths)).sum()),
-        num_requests=batch,
-        verifies=drafted > 0,
-    )
-    budget.observe(shape, seconds)
+    budget.observe(step_shape(contexts, lengths), seconds)
     accepted = emitted = 0
     new_ids: list[list[int]] = []
     for row, agent in enumerate(running):

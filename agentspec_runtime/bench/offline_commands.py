@@ -169,9 +169,10 @@ def controller(
     )
     texts = [text for file in plan.files for text in selected_trajectories(plan, file)[0]]
     told = Noise(sigma=noise, stall_every=stall_every, seed=seed)
+    vocabulary = load_vocabulary(plan.model)
     results = []
     for part in chosen:
-        run = run_programme(part, texts, load_vocabulary(plan.model), truth, noise=told)
+        run = run_programme(part, texts, vocabulary, truth, noise=told)
         results.append((run, figures(run)))
     shown.print(tables.controlled(truth.name, [found for _, found in results]))
     if out is not None:

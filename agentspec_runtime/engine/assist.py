@@ -69,7 +69,6 @@ class Assist:
         where vLLM's worker leaves its drafter out for all of them.
         """
         self.arbiter.forget_offer()
-        asking = [req_id for req_id in asking if req_id in self.arbiter]
         self._prices = self._budget.assist_prices(
             len(asking), num_attended, sum(step.values()), self._depth.max_depth
         )

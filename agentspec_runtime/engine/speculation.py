@@ -347,7 +347,7 @@ class Speculation:
             request = requests[req_id]
             fits = fits and request.num_computed_tokens + most <= self._max_model_len
             live = self._live.get(req_id)
-            if live is not None and live.cap and not request.is_prefill_chunk:
+            if live is not None and live.cap and not request.is_prefill_chunk and req_id in assist.arbiter:
                 asking.append(req_id)
                 attended += request.num_computed_tokens
         return assist.depth(output.num_scheduled_tokens, asking, attended, fits=fits)

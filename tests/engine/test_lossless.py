@@ -133,10 +133,8 @@ def test_a_model_drafter_beside_ours_changes_no_token(
         (mine,), (theirs,) = answer.choices, plain_answers[name].choices
         if mine.token_ids != theirs.token_ids:
             _explain(plain_server.base_url, REQUESTS[name], mine.token_ids, theirs.token_ids)
-    for name in (
-        "draft",
-        "accepted",
-    ):  # of the head fewer: ours knows most of this text, and it is a weak one
+    # Of the head fewer: ours knows most of this text, and it is a weak one.
+    for name in ("draft", "accepted"):
         for source in ("assist", "request"):
             found = metric(tenant_server.root_url, f"agentspec_{name}_tokens_total", f'source="{source}"')
             assert found > 0, (name, source)

@@ -123,7 +123,7 @@ def step_shape(contexts: NDArray[np.int64], lengths: NDArray[np.int64]) -> StepS
         num_tokens=contexts.size + int(lengths.sum()),
         num_attended=int((contexts * (1 + lengths)).sum()),
         num_requests=contexts.size,
-        verifies=bool(lengths.any()),
+        num_drafts=int(lengths.sum()),
     )
 
 

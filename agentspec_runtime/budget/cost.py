@@ -1,17 +1,21 @@
 """How long an engine step takes, learned from the steps themselves.
 
-    T(n, a, r, v, d) = base + per_request * r + per_attended * a + verify * v + f(n)
+    T(n, a, r, v, d) = base + per_request * r + per_attended * a + f(n)
+                       + verify * (v > 0) + per_slot * v
                        + (run + run_token * n) * (d >= 0)
                        + first * r * (d > 0) + (pass + per_draft * r) * max(d - 1, 0)
 
 `n`: tokens in the step (prompt chunks, one per decoding request, drafts); `a`: attended tokens, the sum
 over those n of the context they look back on (on a CPU, and for long contexts anywhere, attention is
-not free); `r`: requests that sample; `v`: 1 if the step verifies drafts, else 0. Such a step takes other
-kernels and the rejection sampler, whatever its size: on a 2-core CPU, 96 ms with one draft token where a step
-without took 70 (4k context), and every further token 5. `d`: tokens that a model drafter in the worker makes
-for each of those requests, -1 where it does not run. When it runs (`budget.depth`), its first pass takes in
-every token of the step; then the first draft token costs a sample of each request, and every further one a
-pass. `f` is piecewise linear with bends at fixed sizes.
+not free); `r`: requests that sample; `v`: draft tokens to verify. A step with any takes other kernels and the
+rejection sampler, whatever its size: on a 2-core CPU, 96 ms with one draft token where a step without took 70
+(4k context), and every further token 5. And each of them is a row of logits that is sampled from, which a
+token of a prompt is not: with short prompts in most steps and some requests that ask for log probabilities or
+penalties, a draft token took 5 to 6 ms on that CPU and a token of a prompt 1.6 (without this term drafts were
+priced like prompts, and 300 such requests took 1.15 to 1.3 times as long as without drafts). `d`: tokens that
+a model drafter in the worker makes for each of those requests, -1 where it does not run. When it runs
+(`budget.depth`), its first pass takes in every token of the step; then the first draft token costs a sample
+of each request, and every further one a pass. `f` is piecewise linear with bends at fixed sizes.
 
 All coefficients are at least zero, so T rises and is convex in n: flat while the machine is
 memory-bound, then steeper, which is what GPUs and CPUs do apart from the padding to graph sizes. They
@@ -53,8 +57,9 @@ _PULL: Final = 0.5
 _SOLVE_EVERY: Final = 8
 """Steps between solutions once learned: one costs about 0.2 ms."""
 _SWEEPS: Final = 12
-_NOISE: Final = 0.03
-"""Relative error of a step time that `unsure_seconds` reckons with: that of a calm machine."""
+_LEAST_NOISE: Final = 0.03
+"""Relative error of a step time that `unsure_seconds` reckons with at least: that of a calm machine."""
+_NOISE_RATE: Final = 0.02
 
 _BENDS: Final = (8, 16, 32, 64, 128, 256, 512, 1024)
 _BEND_SIZES: Final = np.array(_BENDS, np.float64)
@@ -68,7 +73,8 @@ _DRAFT: Final = 6
 _RUN: Final = 7
 _RUN_TOKEN: Final = 8
 _ASSIST: Final = [_FIRST, _PASS, _DRAFT, _RUN, _RUN_TOKEN]
-_TOKEN: Final = 9
+_SLOT: Final = 9
+_TOKEN: Final = 10
 _NUM: Final = _TOKEN + 1 + len(_BENDS)
 _ATTENDED_SCALE: Final = 1e-3
 
@@ -90,7 +96,7 @@ class StepShape:
     num_tokens: int
     num_attended: int
     num_requests: int
-    verifies: bool = False
+    num_drafts: int = 0
     assist_depth: int = -1
 
 
@@ -100,14 +106,15 @@ class CostCurve:
 
     `coefficients`: base, per token, per 1,000 attended tokens, per request; seconds. `bends`: what a token
     costs more from each bend on, in the order of the bends; missing ones are zero. `verify`: seconds that a
-    step with drafts takes longer, whatever their number. `assist`: of a model drafter the first token per
-    request, a further pass, that pass per request, its first pass, and that one per token of the step; zero
-    where missing.
+    step with drafts takes longer, whatever their number; `slot`: that each of them takes beyond a token of a
+    prompt. `assist`: of a model drafter the first token per request, a further pass, that pass per request,
+    its first pass, and that one per token of the step; zero where missing.
     """
 
     coefficients: tuple[float, float, float, float]
     bends: tuple[float, ...] = ()
     verify: float = 0.0
+    slot: float = 0.0
     assist: tuple[float, ...] = ()
 
 
@@ -120,7 +127,7 @@ class StepCost:
             guess[[_BASE, _TOKEN]] = _FIRST_BASE, _FIRST_BASE * _FIRST_SLOPE
         else:
             guess[[_BASE, _TOKEN, _ATTENDED, _REQUEST]] = np.maximum(start.coefficients, 0.0)
-            guess[_VERIFY] = max(start.verify, 0.0)
+            guess[[_VERIFY, _SLOT]] = max(start.verify, 0.0), max(start.slot, 0.0)
             known = start.assist[: len(_ASSIST)]
             guess[_ASSIST[: len(known)]] = np.maximum(known, 0.0)
             bends = np.maximum(start.bends[: len(_BENDS)], 0.0)
@@ -132,6 +139,7 @@ class StepCost:
         self._weight = 0.0
         # Of theta, for relative errors of 1.
         self._covariance: _FloatArray = np.zeros((_NUM, _NUM))
+        self._noise = _LEAST_NOISE**2
         # Running sums that scale the guess to the measured level: <y, guess> and <guess, guess>.
         self._level = np.zeros(2)
         self.num_steps = 0
@@ -150,6 +158,7 @@ class StepCost:
             coefficients=(base, per_token, per_attended, per_request),
             bends=tuple(self._theta[_TOKEN + 1 :].tolist()),
             verify=self.verify_seconds,
+            slot=float(self._theta[_SLOT]),
             assist=tuple(self._theta[_ASSIST].tolist()),
         )
 
@@ -173,17 +182,17 @@ class StepCost:
         return float(self._theta[_RUN] + self._theta[_RUN_TOKEN] * num_tokens)
 
     def slope(self, shape: StepShape) -> tuple[float, float]:
-        """Seconds that one more token costs at this shape: per token, and per attended token."""
-        per_token = self._theta[_TOKEN]
+        """Seconds that one more draft token costs at this shape: by itself, and per attended token."""
+        per_token = self._theta[_TOKEN] + self._theta[_SLOT]
         for i, bend in enumerate(_BENDS, start=_TOKEN + 1):
             if shape.num_tokens >= bend:
                 per_token += self._theta[i]
         return float(per_token), float(self._theta[_ATTENDED]) * _ATTENDED_SCALE
 
     def added_seconds(self, shape: StepShape, more_tokens: _FloatArray) -> _FloatArray:
-        """Seconds that `more_tokens` float64[D] tokens add to this shape, attention left out."""
+        """Seconds that `more_tokens` float64[D] draft tokens add here, without attention and `verify`."""
         n = shape.num_tokens
-        seconds: _FloatArray = self._theta[_TOKEN] * more_tokens
+        seconds: _FloatArray = (self._theta[_TOKEN] + self._theta[_SLOT]) * more_tokens
         for i, bend in enumerate(_BENDS, start=_TOKEN + 1):
             if self._theta[i] > 0.0:
                 seconds += self._theta[i] * (np.maximum(n + more_tokens - bend, 0.0) - max(n - bend, 0))
@@ -201,19 +210,24 @@ class StepCost:
         added = np.zeros((more_tokens.size, _NUM))
         added[:, _VERIFY] = more_tokens > 0.0
         added[:, _ATTENDED] = attended * _ATTENDED_SCALE
-        added[:, _TOKEN] = more_tokens
+        added[:, _TOKEN] = added[:, _SLOT] = more_tokens
         bent = np.maximum(n + more_tokens[:, None] - _BEND_SIZES, 0.0)
         added[:, _TOKEN + 1 :] = bent - np.maximum(n - _BEND_SIZES, 0.0)
         variance: _FloatArray = np.einsum("ij,ij->i", added @ self._covariance, added)
-        unsure: _FloatArray = _NOISE * np.sqrt(np.maximum(variance, 0.0))
+        unsure: _FloatArray = self.noise * np.sqrt(np.maximum(variance, 0.0))
         return unsure
 
     def unsure_slope(self, shape: StepShape, context: float) -> float:
-        """The same for the cost of one more token that looks back on `context`."""
+        """The same for the cost of one more draft token that looks back on `context`."""
         token = np.zeros(_NUM)
-        token[_TOKEN], token[_ATTENDED] = 1.0, context * _ATTENDED_SCALE
+        token[[_TOKEN, _SLOT]], token[_ATTENDED] = 1.0, context * _ATTENDED_SCALE
         token[_TOKEN + 1 :] = shape.num_tokens >= _BEND_SIZES
-        return _NOISE * math.sqrt(max(float(token @ self._covariance @ token), 0.0))
+        return self.noise * math.sqrt(max(float(token @ self._covariance @ token), 0.0))
+
+    @property
+    def noise(self) -> float:
+        """Relative error of the last predictions, one standard deviation."""
+        return math.sqrt(self._noise)
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """Learn from one measured step."""
@@ -228,6 +242,8 @@ class StepCost:
                 before, self._far_off = self._far_off, self.num_steps
                 if self.num_steps - before > _ALONE:
                     return
+            error = min(abs(believed / expected - 1.0), 1.0)
+            self._noise += _NOISE_RATE * (max(error, _LEAST_NOISE) ** 2 - self._noise)
             seconds = believed
         # Relative errors: a 1 s prefill step must not drown a 20 ms decode step.
         x /= seconds
@@ -266,7 +282,8 @@ def _features(shape: StepShape) -> _FloatArray:
     x[_BASE] = 1.0
     x[_REQUEST] = shape.num_requests
     x[_ATTENDED] = shape.num_attended * _ATTENDED_SCALE
-    x[_VERIFY] = shape.verifies
+    x[_VERIFY] = shape.num_drafts > 0
+    x[_SLOT] = shape.num_drafts
     x[_RUN] = shape.assist_depth >= 0
     x[_RUN_TOKEN] = n if shape.assist_depth >= 0 else 0
     x[_FIRST] = shape.num_requests if shape.assist_depth > 0 else 0

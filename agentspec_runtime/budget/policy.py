@@ -271,6 +271,6 @@ def _shape(load: Load, draft_tokens: int, draft_attended: int) -> StepShape:
         num_tokens=requests + load.prefill_tokens + draft_tokens,
         num_attended=int(load.contexts.sum()) + load.prefill_attended + draft_attended,
         num_requests=requests,
-        verifies=draft_tokens > 0,
+        num_drafts=draft_tokens,
         assist_depth=load.assist_depth,
     )

@@ -44,13 +44,13 @@ def read_curve(path: Path) -> CostCurve:
         data = json.loads(path.read_text(encoding="utf-8"))
         base, per_token, per_attended, per_request = (float(value) for value in data["coefficients"])
         bends = tuple(float(value) for value in data.get("bends", ()))
-        verify = float(data.get("verify", 0.0))
+        verify, slot = float(data.get("verify", 0.0)), float(data.get("slot", 0.0))
         assist = tuple(float(value) for value in data.get("assist", ()))
-        values = (base, per_token, per_attended, per_request, *bends, verify, *assist)
+        values = (base, per_token, per_attended, per_request, *bends, verify, slot, *assist)
         if not 0.0 < base + per_token < math.inf or min(values) < 0.0 or not all(map(math.isfinite, values)):
             raise ValueError("step times must be positive")
         coefficients = (base, per_token, per_attended, per_request)
-        return CostCurve(coefficients=coefficients, bends=bends, verify=verify, assist=assist)
+        return CostCurve(coefficients=coefficients, bends=bends, verify=verify, slot=slot, assist=assist)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigurationError(
             f"cost_curve {str(path)!r} cannot be used ({error}): write one with `agentspec bench calibrate`"

@@ -321,7 +321,7 @@ class Speculation:
             num_tokens=output.total_num_scheduled_tokens,
             num_attended=attended,
             num_requests=num_sampling,
-            verifies=bool(drafted),
+            num_drafts=sum(map(len, drafted.values())),
             assist_depth=depth,
         )
         self._step = StepWork(

@@ -86,11 +86,11 @@ def test_up_and_down_again_without_collapse_or_swings(recorded) -> None:
     found = figures(run(recorded, sweep(64, 3)))
     assert [row.most for row in found.by_load] == [4, 8, 16, 32, 64]
     for row in found.by_load:
-        assert 0.75 < row.drafted_down / row.optimum_down < 1.3, row
+        assert 0.65 < row.drafted_down / row.optimum_down < 1.3, row
         if row.least > 1:  # on the way up those are the first steps of all
             assert 0.75 < row.drafted_up / row.optimum_up < 1.5, row
     assert found.swings <= 4
-    assert found.of_optimum > 0.97
+    assert found.of_optimum > 0.98
     assert found.worst_window > 1.0
 
 

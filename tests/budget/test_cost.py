@@ -106,11 +106,28 @@ def test_learns_what_verifying_costs_at_all(jump: float) -> None:
     for _ in range(600):
         drafts = int(random.integers(0, 5))
         shape = StepShape(
-            num_tokens=1 + drafts, num_attended=800 * (1 + drafts), num_requests=1, verifies=drafts > 0
+            num_tokens=1 + drafts, num_attended=800 * (1 + drafts), num_requests=1, num_drafts=drafts
         )
         cost.observe(shape, linear(shape) + jump * (drafts > 0) * (1.0 + 0.02 * random.standard_normal()))
     assert cost.verify_seconds == pytest.approx(jump, abs=0.0015)
     assert StepCost(cost.curve()).verify_seconds == cost.verify_seconds
+
+
+@pytest.mark.parametrize("slot", [0.0, 0.004])
+def test_a_draft_token_is_not_priced_like_a_token_of_a_prompt(slot: float) -> None:
+    """Most tokens are of prompts; each draft token is a row of logits to sample from besides."""
+    cost, random = StepCost(), np.random.default_rng(0)
+    for _ in range(400):
+        requests, drafts = (int(random.integers(low, high)) for low, high in ((24, 33), (0, 120)))
+        n = requests + drafts + int(random.integers(0, 500))
+        shape = StepShape(num_tokens=n, num_attended=100 * n, num_requests=requests, num_drafts=drafts)
+        cost.observe(shape, 0.07 + 0.0016 * n + slot * drafts + 0.03 * random.standard_normal() * (n > 300))
+    shape = StepShape(num_tokens=300, num_attended=30_000, num_requests=30)
+    assert sum(x * y for x, y in zip(cost.slope(shape), (1.0, 100.0), strict=True)) == pytest.approx(
+        0.0016 + slot, rel=0.1
+    )
+    assert cost.added_seconds(shape, np.array([10.0]))[0] == pytest.approx(0.016 + 10 * slot, rel=0.15)
+    assert StepCost(cost.curve()).slope(shape) == cost.slope(shape)
 
 
 def test_learns_within_a_few_steps() -> None:
@@ -228,9 +245,13 @@ def test_added_seconds_are_the_difference_of_predictions() -> None:
     added = cost.added_seconds(shape, np.array([0.0, 1.0, 40.0, 300.0]))
     for more, seconds in zip((0, 1, 40, 300), added, strict=True):
         larger = StepShape(
-            num_tokens=24 + more, num_attended=shape.num_attended, num_requests=shape.num_requests
+            num_tokens=24 + more,
+            num_attended=shape.num_attended,
+            num_requests=shape.num_requests,
+            num_drafts=more,
         )
-        assert seconds == pytest.approx(cost.predict(larger) - cost.predict(shape), abs=1e-9)
+        verify = cost.verify_seconds * (more > 0)
+        assert seconds + verify == pytest.approx(cost.predict(larger) - cost.predict(shape), abs=1e-9)
 
 
 def test_steps_of_one_size_leave_the_cost_of_a_token_open() -> None:
@@ -244,7 +265,7 @@ def test_steps_of_one_size_leave_the_cost_of_a_token_open() -> None:
         same.observe(base, 0.1)
         drafts = i % 33
         shape = StepShape(
-            num_tokens=64 + drafts, num_attended=100 * (64 + drafts), num_requests=64, verifies=drafts > 0
+            num_tokens=64 + drafts, num_attended=100 * (64 + drafts), num_requests=64, num_drafts=drafts
         )
         varied.observe(shape, 0.1 + 0.001 * drafts)
     assert varied.unsure_slope(base, 100.0) < 1e-4 < 1e-2 < same.unsure_slope(base, 100.0)

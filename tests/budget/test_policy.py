@@ -318,7 +318,7 @@ def after_steps(budget: GoodputBudget, requests: int, true: CostCurve, steps: in
     for _ in range(steps):
         drafted = int(budget.choose(load_of([100] * requests), table, offered).lengths.sum())
         n = requests + drafted
-        shape = StepShape(num_tokens=n, num_attended=100 * n, num_requests=requests, verifies=drafted > 0)
+        shape = StepShape(num_tokens=n, num_attended=100 * n, num_requests=requests, num_drafts=drafted)
         budget.observe(shape, truth.predict(shape))
     return drafted
 
@@ -327,9 +327,9 @@ def test_one_stall_is_no_wall() -> None:
     """A stall in the only step with more than 32 tokens must not make all steps beyond look dear."""
     budget = GoodputBudget(StepCost())
     for i in range(60):
-        shape = StepShape(num_tokens=8 + i % 16, num_attended=800, num_requests=8, verifies=i % 16 > 0)
+        shape = StepShape(num_tokens=8 + i % 16, num_attended=800, num_requests=8, num_drafts=i % 16)
         budget.observe(shape, 0.01)
-    budget.observe(StepShape(num_tokens=40, num_attended=4000, num_requests=8, verifies=True), 0.05)
+    budget.observe(StepShape(num_tokens=40, num_attended=4000, num_requests=8, num_drafts=32), 0.05)
     for _ in range(8):
         budget.observe(StepShape(num_tokens=8, num_attended=800, num_requests=8), 0.01)
     assert after_steps(budget, 8, CostCurve(coefficients=(0.01, 1e-7, 0.0, 0.0)), 1) == 32

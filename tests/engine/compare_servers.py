@@ -1,8 +1,11 @@
 """By hand: the request mix on a plain server and on ours, in a precision that has near ties.
 
-    python tests/engine/compare_servers.py PLAIN_URL OURS_URL [--at-once 4] [--rounds 3] [--varied 500]
+    python tests/engine/compare_servers.py PLAIN_URL OURS_URL [--at-once 4] [--rounds 3] [--varied 500] \
+        [--long 40] [--models lora-0,lora-1]
 
-URLs end in /v1. `--varied`: so many more requests, made from a seed. The plain server answers everything one
+URLs end in /v1. `--varied`: so many more requests, made from a seed. `--long`: so many that repeat a text for
+300 tokens, for a server with so little memory that it preempts. `--models`: every request also to these, as
+adapters of the model are served. The plain server answers everything one
 at a time (the reference), then `--at-once` at a time: how far it differs from itself is the measure for ours.
 Each differing answer is printed with the place and the gap, in nats, between the two tokens there, and
 between the two most likely ones, by the plain server's own log probabilities. The last line is JSON.
@@ -63,6 +66,21 @@ def compare(
     return gaps
 
 
+def long_requests(number: int) -> dict[str, dict[str, Any]]:
+    """Short prompts whose answers need much more room than they do."""
+    return {
+        f"long {i}": {
+            "model": MODEL,
+            "prompt": f"Item {i}: the quick brown fox number {i * i} jumps over {i} lazy dogs.\n" * 2,
+            "temperature": 0,
+            "max_tokens": 300,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        for i in range(number)
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -72,9 +90,14 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--varied", type=int, default=0)
+    parser.add_argument("--long", type=int, default=0)
+    parser.add_argument("--models", default="")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     bodies = greedy_requests(MODEL) | varied_requests(MODEL, options.varied, options.seed)
+    bodies |= long_requests(options.long)
+    models = [name for name in options.models.split(",") if name]
+    bodies |= {f"{name} of {m}": {**body, "model": m} for m in models for name, body in bodies.items()}
     reference = ask_all(options.plain, bodies, at_once=1)
     account: dict[str, object] = {"requests": len(bodies)}
     runs = [("plain again, at once", options.plain, options.at_once)]

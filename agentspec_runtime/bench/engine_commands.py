@@ -77,7 +77,9 @@ def replay(
     ] = "32",
     repeat: Annotated[int, typer.Option(min=1, help="Repeats, methods in alternating order.")] = 1,
     max_turns: Annotated[int | None, typer.Option(min=1, help="Only the first turns of each.")] = None,
-    max_model_len: Annotated[int, typer.Option(min=64, help="Context limit for all methods.")] = 8192,
+    max_model_len: Annotated[
+        int, typer.Option(min=128, help="Context limit for all methods; requests end 64 tokens before it.")
+    ] = 8192,
     set_aside: SideOption = Side.ALL,
     separate: Annotated[
         bool,
@@ -165,7 +167,9 @@ def gpu_check(
     max_turns: Annotated[
         int | None, typer.Option(min=1, help="Only the first turns of each run. Default: 8; on a CPU 2.")
     ] = None,
-    max_model_len: Annotated[int, typer.Option(min=64, help="Context limit for all methods.")] = 8192,
+    max_model_len: Annotated[
+        int, typer.Option(min=128, help="Context limit for all methods; requests end 64 tokens before it.")
+    ] = 8192,
     chat_template: TemplateOption = None,
     eager: EagerOption = False,
     dtype: DtypeOption = "auto",

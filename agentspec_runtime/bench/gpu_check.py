@@ -12,7 +12,6 @@ claim to the test (`promise.py`): at no load slower than plain. Nothing is measu
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,9 +23,8 @@ from agentspec_runtime.bench.engine_process import engine_events
 from agentspec_runtime.bench.measure import ResultRow
 from agentspec_runtime.bench.pace import TimeBudget
 from agentspec_runtime.bench.promise import Judgement, judge, listed
-from agentspec_runtime.bench.recordings import file_sha256
 from agentspec_runtime.bench.replay import EngineEvents, Progress, recorded_trajectories, replay
-from agentspec_runtime.bench.replay_plan import ReplayPlan, check_plan, notes_of
+from agentspec_runtime.bench.replay_plan import ReplayPlan, check_continues, check_plan
 from agentspec_runtime.bench.results import finished_cells, load_rows
 from agentspec_runtime.bench.summary import CellSummary, doubts, summarise, verdict
 from agentspec_runtime.bench.tokens import TokenTrajectory
@@ -43,10 +41,6 @@ OWN_RECORDINGS: Final = Path(__file__).parent / "data" / "demo_agents.jsonl"
 _RUNS_PER_AGENT: Final = 2
 _LEAST_RUNS: Final = 6
 """At one agent too: fewer turns than that are an anecdote."""
-
-
-_SAME: Final = ("model", "max_model_len", "max_turns", "session_reuse", "copies")
-"""What a check that goes on must have in common with the one that began in its folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,24 +151,8 @@ def prepare(plan: CheckPlan, *, suffix: bool | None = None) -> Check:
         copies=copies,
         reuse=not copies,
     )
-    _refuse_other_results(sized)
+    check_continues(sized)
     return Check(replay=sized, minutes=plan.minutes, remarks=tuple(_remarks(plan, sized, runs, max(wanted))))
-
-
-def _refuse_other_results(plan: ReplayPlan) -> None:
-    """Cells that are in the folder are not run again, so they must be of the same model and recordings."""
-    provenance = plan.out / "provenance.json"
-    if not finished_cells(plan.out) or not provenance.is_file():
-        return
-    before = json.loads(provenance.read_text(encoding="utf-8"))
-    now = notes_of(plan)
-    differing = [name for name in _SAME if before["notes"].get(name) != now[name]]
-    if before["traces"] != {file.name: file_sha256(file) for file in plan.files}:
-        differing.append("recordings")
-    if differing:
-        raise ConfigurationError(
-            f"--out {plan.out} holds a check with another {', '.join(differing)}: name another folder"
-        )
 
 
 def _remarks(

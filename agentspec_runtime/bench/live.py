@@ -7,17 +7,21 @@ Agents are the Reflexion loop and, where LangGraph is installed, the coding agen
 tasks can be replaced by a file. A task that is run in several rounds gets another seed and session in each;
 at a temperature above 0 its answers differ, yet they resemble each other more than those of different tasks
 do, and a drafter with a corpus profits from that. Many tasks and few rounds are the honest load.
+
+Every cell has a cache salt of its own, so that neither the prefix cache nor our draft memory knows the tasks
+from the cell before. vLLM's suffix decoding has one memory for all salts, and does know them.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import random
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -68,7 +72,9 @@ class LivePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskOutcome:
-    """One agent run. `seconds` from when it was due; counts are sums over its calls, None where unknown."""
+    """One agent run. `seconds` from when it was due; counts are sums over its calls. None: no call told
+    it, as where nothing drafts.
+    """
 
     agent: str
     task: str
@@ -77,8 +83,8 @@ class TaskOutcome:
     seconds: float
     calls: int
     tokens: int
-    drafted: int
-    accepted: int
+    drafted: int | None
+    accepted: int | None
     failed: str = ""
 
 
@@ -100,9 +106,9 @@ class LiveRow:
     task_p99: float | None
     calls: int
     out_tokens: int
-    drafted: int
-    accepted: int
-    rejected_share: float
+    drafted: int | None
+    accepted: int | None
+    rejected_share: float | None
     cost_per_task: float | None
     cost_per_solved: float | None
     outcomes: tuple[TaskOutcome, ...] = field(repr=False)
@@ -126,7 +132,12 @@ def live(
         raise MissingDependencyError("openai", "openai")
     commands = {method: _command(plan, method) for method in plan.methods}
     plan.out.mkdir(parents=True, exist_ok=True)
-    provenance = collect_provenance(files=(), seeds=[plan.seed], notes=_notes(plan))
+    provenance = collect_provenance(
+        files=(),
+        seeds=[plan.seed],
+        engine={method: {"command": command.arguments()[1:]} for method, command in commands.items()},
+        notes=_notes(plan),
+    )
     (plan.out / "live-provenance.json").write_text(json.dumps(asdict(provenance), indent=1), encoding="utf-8")
     rows: list[LiveRow] = []
     for method, command in commands.items():
@@ -212,8 +223,8 @@ def summarise_live(
     """Figures of one cell. Cost is that of the machine for the wall time, shared by its tasks."""
     solved = sum(outcome.solved for outcome in outcomes)
     tokens = sum(outcome.tokens for outcome in outcomes)
-    drafted = sum(outcome.drafted for outcome in outcomes)
-    accepted = sum(outcome.accepted for outcome in outcomes)
+    drafted = _known_sum(outcome.drafted for outcome in outcomes)
+    accepted = _known_sum(outcome.accepted for outcome in outcomes)
     p50, p95, p99 = percentiles(outcome.seconds for outcome in outcomes)
     cost = None if price_per_hour is None else price_per_hour * wall_s / 3600
     return LiveRow(
@@ -233,11 +244,17 @@ def summarise_live(
         out_tokens=tokens,
         drafted=drafted,
         accepted=accepted,
-        rejected_share=round((drafted - accepted) / drafted, 4) if drafted else 0.0,
+        rejected_share=round(1 - (accepted or 0) / drafted, 4) if drafted else None,
         cost_per_task=None if cost is None or not outcomes else round(cost / len(outcomes), 6),
         cost_per_solved=None if cost is None or not solved else round(cost / solved, 6),
         outcomes=tuple(outcomes),
     )
+
+
+def _known_sum(values: Iterable[int | None]) -> int | None:
+    """Sum of what is known; None where nothing is."""
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
 
 
 def _notes(plan: LivePlan) -> dict[str, str | int | float | bool | None]:
@@ -247,6 +264,7 @@ def _notes(plan: LivePlan) -> dict[str, str | int | float | bool | None]:
         "rounds": plan.rounds,
         "attempts": plan.attempts,
         "tasks": len(plan.tasks),
+        "tasks_sha256": hashlib.sha256(repr(plan.tasks).encode()).hexdigest(),
     }
 
 
@@ -261,6 +279,8 @@ def _command(plan: LivePlan, label: str) -> ServerCommand:
     if not method.ours:
         for key, value in method.engine.items():
             flags += _flag(key, value)
+        if "speculative_config" in method.engine:  # as our server asks for itself, or nothing is told
+            flags += ["--per-request-spec-decode-metrics", "detailed"]
     return _UntracedServer(
         plain=not method.ours,
         port=free_port(),
@@ -308,15 +328,17 @@ def _jobs(plan: LivePlan, cell: str, base_url: str, client: openai.OpenAI) -> It
     """Every task once per round; the same order for every method."""
     for number in range(plan.rounds):
         for task in plan.tasks:
-            yield _reflexion_job(plan, f"{cell}-{task.name}-{number}", task, plan.seed + number, client)
+            yield _reflexion_job(plan, cell, f"{task.name}-{number}", task, plan.seed + number, client)
         if plan.coder and importlib.util.find_spec("langgraph") is not None:
             from agentspec_runtime.demo.tasks import CODING_TASKS
 
             for coding in CODING_TASKS:
-                yield _coder_job(plan, coding, plan.seed + number, base_url)
+                yield _coder_job(plan, cell, coding, plan.seed + number, base_url)
 
 
-def _reflexion_job(plan: LivePlan, name: str, task: FunctionTask, seed: int, client: openai.OpenAI) -> Job:
+def _reflexion_job(
+    plan: LivePlan, salt: str, name: str, task: FunctionTask, seed: int, client: openai.OpenAI
+) -> Job:
     def chat(messages: Sequence[Message], *, max_tokens: int, expect: Literal["code", "text"]) -> str:
         with session(agent="actor" if expect == "code" else "critic", expect=[expect]):
             answer = client.chat.completions.create(
@@ -325,18 +347,19 @@ def _reflexion_job(plan: LivePlan, name: str, task: FunctionTask, seed: int, cli
                 max_tokens=max_tokens,
                 temperature=plan.temperature,
                 seed=seed,
+                extra_body={"cache_salt": salt},
             )
         return answer.choices[0].message.content or ""
 
     def run() -> tuple[bool, int]:
-        with session(name, agent="reflexion"):
+        with session(f"{salt}-{name}", agent="reflexion"):
             outcome = solve(task, chat, max_trials=plan.attempts)
         return outcome.solved, len(outcome.trials)
 
     return lambda due_s: _outcome("reflexion", task.name, run, due_s)
 
 
-def _coder_job(plan: LivePlan, task: CodingTask, seed: int, base_url: str) -> Job:
+def _coder_job(plan: LivePlan, salt: str, task: CodingTask, seed: int, base_url: str) -> Job:
     def run() -> tuple[bool, int]:
         from langchain_openai import ChatOpenAI
         from pydantic import SecretStr
@@ -360,6 +383,7 @@ def _coder_job(plan: LivePlan, task: CodingTask, seed: int, base_url: str) -> Jo
             temperature=plan.temperature,
             seed=seed,
             timeout=_TIMEOUT_S,
+            extra_body={"cache_salt": salt},
         )
         log = _OwnLog()
         with tempfile.TemporaryDirectory(prefix="agentspec-") as folder, log.listening():
@@ -387,7 +411,7 @@ def _outcome(agent: str, task: str, run: Callable[[], tuple[bool, int]], due_s: 
         seconds=round(time.perf_counter() - due_s, 4),
         calls=len(reports),
         tokens=sum(report.completion_tokens or 0 for report in reports),
-        drafted=sum(report.drafted or 0 for report in reports),
-        accepted=sum(report.accepted or 0 for report in reports),
+        drafted=_known_sum(report.drafted for report in reports),
+        accepted=_known_sum(report.accepted for report in reports),
         failed=failed,
     )

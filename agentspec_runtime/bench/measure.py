@@ -17,6 +17,8 @@ has no ttft: it is left out there and counted as mismatched.
     tokens_per_step   output tokens / (request, step) pairs that sampled, with drafts or without
     rejected          drafted - accepted; tokens behind the end of an answer are rejected
     fillers           tokens that vLLM verified in place of drafts near the context limit; not in drafted
+    grammar_cut       draft tokens of ours that a grammar did not allow; cut before the step, not in drafted
+    internal_errors   errors of our scheduler that were survived without drafts
     batch_histogram   engine steps by number of requests that sampled
 """
 
@@ -32,7 +34,7 @@ import numpy as np
 
 from agentspec_runtime.bench.load import CellLoad, TurnRecord
 
-__all__ = ["CellKey", "DraftCounts", "ResultRow", "StepRecord", "measure_cell", "percentiles"]
+__all__ = ["CellKey", "DraftCounts", "OwnSums", "ResultRow", "StepRecord", "measure_cell", "percentiles"]
 
 _PERCENTS: Final = (50, 95, 99)
 
@@ -61,6 +63,17 @@ class DraftCounts:
 
     drafted: int
     accepted: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnSums:
+    """Sums over a cell that only our scheduler knows. `draft_s`: seconds; None where another method ran."""
+
+    draft_s: float | None = None
+    grammar_cut: int = 0
+    internal_errors: int = 0
+    by_block: Mapping[str, DraftCounts] = field(default_factory=dict)
+    by_source: Mapping[str, DraftCounts] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +136,8 @@ class ResultRow:
     preemptions: int = 0
     prefix_hit_rate: float = 0.0
     fillers: int = 0
+    grammar_cut: int = 0
+    internal_errors: int = 0
 
 
 def percentiles(values: Iterable[float]) -> tuple[float | None, float | None, float | None]:
@@ -139,14 +154,10 @@ def measure_cell(
     load: CellLoad,
     steps: Sequence[StepRecord],
     *,
-    draft_s: float | None = None,
-    by_block: Mapping[str, DraftCounts] | None = None,
-    by_source: Mapping[str, DraftCounts] | None = None,
+    ours: OwnSums | None = None,
 ) -> ResultRow:
-    """The result row of one cell.
-
-    `draft_s` is the drafting time of a method that drafts in the scheduler, which the worker does not see.
-    """
+    """The result row of one cell. `ours`: what only our scheduler knows, for a method that drafts there."""
+    ours = ours or OwnSums()
     turns = load.turns
     wall_s = load.end_s - load.begin_s
     out_tokens = sum(turn.out_tokens for turn in turns)
@@ -154,7 +165,7 @@ def measure_cell(
     rows = [row for step in steps for row in step.rows]
     drafted, accepted = sum(row[0] for row in rows), sum(row[1] for row in rows)
     sampling = [step for step in steps if step.rows]
-    drafting_s = sum(step.draft_s for step in steps) if draft_s is None else draft_s
+    drafting_s = sum(step.draft_s for step in steps) if ours.draft_s is None else ours.draft_s
     answered = [turn for turn in turns if turn.first_s is not None]
     latencies = {
         "ttft": percentiles(_since_sent(turn) for turn in answered),
@@ -191,14 +202,16 @@ def measure_cell(
         rejected_share=round((drafted - accepted) / drafted, 4) if drafted else 0.0,
         draft_ms_per_step=round(1e3 * drafting_s / len(sampling), 4) if sampling else 0.0,
         step_ms_p50=_step_ms(sampling),
-        by_block=by_block or {},
-        by_source=by_source or {},
+        by_block=ours.by_block,
+        by_source=ours.by_source,
         batch_histogram=_histogram(len(step.rows) for step in sampling),
         tokens_histogram=_histogram(row[2] for row in rows),
         turn_quantiles=_quantiles(turns),
         mismatched=sum(turn.mismatched for turn in turns),
         preemptions=sum(step.preempted for step in steps),
         fillers=sum(step.fillers for step in steps),
+        grammar_cut=ours.grammar_cut,
+        internal_errors=ours.internal_errors,
         prefix_hit_rate=round(sum(t.cached_tokens for t in turns) / prompt_tokens, 4)
         if prompt_tokens
         else 0.0,

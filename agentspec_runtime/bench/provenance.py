@@ -55,6 +55,8 @@ class Provenance:
     traces: Mapping[str, str]
     """SHA-256 by file name."""
     notes: Mapping[str, str | int | float | bool | None]
+    earlier: Sequence[Mapping[str, object]] = ()
+    """Runs before this one whose results are in the same folder: when, command, commit, packages."""
 
 
 def collect_provenance(

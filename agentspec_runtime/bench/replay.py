@@ -28,7 +28,14 @@ from agentspec_runtime.bench.methods import Method, parse_method
 from agentspec_runtime.bench.pace import Pace
 from agentspec_runtime.bench.provenance import collect_provenance
 from agentspec_runtime.bench.replay_engine import CellJob, Job, select_trajectories, sums_file
-from agentspec_runtime.bench.replay_plan import ReplayPlan, check_folders, check_plan, mode_of, notes_of
+from agentspec_runtime.bench.replay_plan import (
+    ReplayPlan,
+    check_continues,
+    check_folders,
+    check_plan,
+    mode_of,
+    notes_of,
+)
 from agentspec_runtime.bench.results import finished_cells, measure_raw
 from agentspec_runtime.bench.scheduler_records import read_scheduler_records
 from agentspec_runtime.bench.tokens import TokenTrajectory
@@ -104,6 +111,7 @@ def replay_together(
     """
     for plan in plans:
         check_plan(plan)
+        check_continues(plan)
     check_folders(plans)
     common = plans[0]
     methods = [parse_method(label, reuse=common.reuse, cpu=on_cpu()) for label in common.methods]
@@ -134,22 +142,30 @@ def recorded_trajectories(plan: ReplayPlan, count: int | None = None) -> list[To
 
 
 def _write_provenance(plan: ReplayPlan, methods: Sequence[Method]) -> None:
+    """Written before anything runs. What earlier runs of this folder were is kept beside it."""
     plan.out.mkdir(parents=True, exist_ok=True)
+    file = plan.out / "provenance.json"
+    before = (
+        json.loads(file.read_text(encoding="utf-8")) if finished_cells(plan.out) and file.is_file() else None
+    )
+    engine = {method.label: {**plan.engine, **method.engine} for method in methods}
     provenance = collect_provenance(
         files=plan.files,
         seeds=[plan.seed + repeat for repeat in range(plan.repeat)],
-        engine={method.label: {**plan.engine, **method.engine} for method in methods},
+        engine={**before["engine"], **engine} if before else engine,
         notes=notes_of(plan),
     )
-    text = json.dumps(asdict(provenance), indent=1, default=str)
-    (plan.out / "provenance.json").write_text(text + "\n", encoding="utf-8")
+    if before:
+        run = {name: before[name] for name in ("started", "argv", "git", "packages")}
+        provenance = replace(provenance, earlier=[*before.get("earlier", []), run])
+    file.write_text(json.dumps(asdict(provenance), indent=1, default=str) + "\n", encoding="utf-8")
 
 
 def _write_limits(plan: ReplayPlan) -> None:
     """Limits of what was replayed, for the report's waterfall; once per number of trajectories."""
     from agentspec_runtime.bench.limits import compute_limits, read_limits, write_limits
 
-    if read_limits(plan.out / "limits.json"):
+    if read_limits(plan.out / "limits.json").keys() >= set(plan.concurrency):
         return
     by_count: dict[int | None, Limits] = {}
     limits = []

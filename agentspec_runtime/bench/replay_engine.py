@@ -50,6 +50,10 @@ __all__ = [
 
 EXTENSION: Final = "agentspec_runtime.bench.replay_worker.ReplayExtension"
 
+CONTEXT_MARGIN: Final = 64
+"""Tokens that requests end before the context limit. Where one of them is within a draft's length of it, vLLM
+verifies zeros instead of the drafts of all (gpu_model_runner.py, `effective_drafter_max_model_len`), whatever
+proposes them in the worker: one long recording would decide how fast those methods are."""
 _PERIOD: Final = 37
 """Longer than the longest draft, so that the earliest occurrence is followed by enough tokens; prime."""
 
@@ -146,7 +150,7 @@ def select_trajectories(job: Job, cell: CellJob) -> list[TokenTrajectory]:
     for file in cell.files:
         chosen = select_part(load_tokens(file, job.model, chat_template=template), cell.part)
         short = [_first_turns(trajectory, cell.max_turns) for trajectory in chosen]
-        per_file.append(list(fit_context(short, job.max_model_len).trajectories))
+        per_file.append(list(fit_context(short, job.max_model_len - CONTEXT_MARGIN).trajectories))
     mixed = [
         runs[index] for index in range(max(map(len, per_file))) for runs in per_file if index < len(runs)
     ]

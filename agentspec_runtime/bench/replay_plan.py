@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
+from agentspec_runtime.bench.recordings import file_sha256
+from agentspec_runtime.bench.results import finished_cells
 from agentspec_runtime.engine.args import JsonValue
 from agentspec_runtime.errors import ConfigurationError
 
-__all__ = ["ReplayPlan", "check_folders", "check_plan", "mode_of", "notes_of", "separated"]
+__all__ = ["ReplayPlan", "check_continues", "check_folders", "check_plan", "mode_of", "notes_of", "separated"]
+
+
+_SAME: Final = ("model", "mode", "part", "max_model_len", "max_turns", "session_reuse", "copies", "waits")
+"""Notes that results in one folder have in common."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +101,36 @@ def check_folders(plans: Sequence[ReplayPlan]) -> None:
             )
 
 
+def check_continues(plan: ReplayPlan) -> None:
+    """Cells that are in the folder are not run again, so they must come from the same requests.
+
+    Raises:
+        ConfigurationError: they do not.
+    """
+    provenance = plan.out / "provenance.json"
+    if not finished_cells(plan.out) or not provenance.is_file():
+        return
+    before = json.loads(provenance.read_text(encoding="utf-8"))
+    notes, now = before["notes"], notes_of(plan)
+    differing = [name for name in _SAME if name in notes and notes[name] != now[name]]
+    if "concurrency" in notes:
+        counts, old = _counts(now), _counts(notes)
+        if any(old[size] != counts[size] for size in old.keys() & counts.keys()):
+            differing.append("trajectories")
+    if before["traces"] != {file.name: file_sha256(file) for file in plan.files}:
+        differing.append("recordings")
+    if differing:
+        raise ConfigurationError(
+            f"--out {plan.out} holds results with another {', '.join(differing)}: name another folder"
+        )
+
+
+def _counts(notes: Mapping[str, str | int | float | bool | None]) -> dict[str, str]:
+    """Trajectories by concurrency, of notes."""
+    sizes, counts = str(notes["concurrency"]).split(","), str(notes["trajectories"]).split(",")
+    return dict(zip(sizes, counts if len(counts) > 1 else counts * len(sizes), strict=True))
+
+
 def notes_of(plan: ReplayPlan) -> dict[str, str | int | float | bool | None]:
     """What the provenance of a result says about its plan."""
     return {
@@ -105,7 +142,8 @@ def notes_of(plan: ReplayPlan) -> dict[str, str | int | float | bool | None]:
         "session_reuse": plan.reuse,
         "copies": plan.copies,
         "waits": plan.honour_waits,
-        "trajectories": ",".join(str(count) for count in plan.trajectories),
+        "concurrency": ",".join(map(str, plan.concurrency)),
+        "trajectories": ",".join(map(str, plan.trajectories)),
         "forced": "recorded output of the same length for all methods; temperature 0; end token included",
     }
 

@@ -88,6 +88,7 @@ class _Runner(Protocol):
     input_batch: _InputBatch
     requests: dict[str, _RequestState]
     drafter: object
+    num_spec_tokens: int
     _sample: Callable[[torch.Tensor | None, _Verification | None], _Sampled]
     execute_model: Callable[..., object]
     propose_draft_token_ids: Callable[..., object]
@@ -179,7 +180,11 @@ class _Forcing:
             preempted=len(scheduled.preempted_req_ids or ()),
         )
         decode = scheduled.scheduled_spec_decode_tokens
-        self._step.fillers = {req_id: len(ids) for req_id, ids in decode.items() if ids and not any(ids)}
+        self._step.fillers = {
+            req_id: len(ids)
+            for req_id, ids in decode.items()
+            if len(ids) == self._runner.num_spec_tokens and not any(ids)
+        }
         self._step.prompt_tokens = sum(
             count - 1 - len(decode.get(req_id, ()))
             for req_id, count in scheduled.num_scheduled_tokens.items()

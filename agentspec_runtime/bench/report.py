@@ -209,11 +209,11 @@ def _waste(cells: Sequence[CellSummary]) -> Section:
     ]
     legend = [("accepted", _ACCEPTED), ("rejected", _REJECTED)]
     parts = [charts.bars(rows, x_label="draft tokens per output token", legend=legend)]
-    ours = [cell for cell in cells if cell.method == "agentspec" and cell.by_source]
+    ours = [cell for cell in cells if cell.by_source]
     table: list[list[str]] = []
     if ours:
-        cell = max(ours, key=lambda one: one.concurrency)
-        parts.append(_verdict_bars(f"agentspec at {agents(cell.concurrency)}", cell, legend))
+        cell = max(ours, key=lambda one: (one.method == "agentspec", one.concurrency))
+        parts.append(_verdict_bars(f"{cell.method} at {agents(cell.concurrency)}", cell, legend))
         for what, counts in (("block", cell.by_block), ("source", cell.by_source)):
             table += [
                 [what, name, f"{count.drafted:,}", f"{_share(count):.0%}"] for name, count in counts.items()
@@ -326,7 +326,9 @@ def _limit(cells: Sequence[CellSummary], limits: dict[int, Limits]) -> Section:
     return Section(
         title="How far is the limit?",
         lead="Tokens per step if nothing were ever rejected: with any copy (O3), the best occurrence of "
-        "the last token (O2/1), with our own drafts cut at the true length (O1). Then what was measured.",
+        "the last token (O2/1), with our own drafts cut at the true length (O1). Then what the budget let "
+        "through (measured tokens per step), and what the engine made of it: steps with drafts take longer, "
+        "prompts take what they did (factor over plain).",
         html=f'<div class="grid">{"".join(parts)}</div>' + html_table(heading, table) if parts else note,
         markdown=markdown_table(heading, table) if table else "No limits were computed for this run.\n",
     )

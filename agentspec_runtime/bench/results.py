@@ -9,9 +9,15 @@ import json
 from pathlib import Path
 
 from agentspec_runtime.bench.load import CellLoad, TurnRecord
-from agentspec_runtime.bench.measure import CellKey, DraftCounts, ResultRow, StepRecord, measure_cell
+from agentspec_runtime.bench.measure import (
+    CellKey,
+    DraftCounts,
+    OwnSums,
+    ResultRow,
+    StepRecord,
+    measure_cell,
+)
 from agentspec_runtime.bench.replay_engine import RawCell
-from agentspec_runtime.bench.scheduler_records import SchedulerSums
 from agentspec_runtime.errors import ConfigurationError
 
 __all__ = ["finished_cells", "load_rows", "measure_raw", "read_raw"]
@@ -66,14 +72,10 @@ def read_raw(path: Path) -> tuple[CellLoad, list[StepRecord]]:
     return load, [_step(entry) for entry in raw["steps"]]
 
 
-def measure_raw(key: CellKey, raw_file: Path, sums: SchedulerSums | None) -> ResultRow:
-    """Result row of a raw record; `sums` are the counts of our scheduler, for our methods."""
+def measure_raw(key: CellKey, raw_file: Path, ours: OwnSums | None) -> ResultRow:
+    """Result row of a raw record."""
     load, steps = read_raw(raw_file)
-    if sums is None:
-        return measure_cell(key, load, steps)
-    return measure_cell(
-        key, load, steps, draft_s=sums.draft_s, by_block=sums.by_block, by_source=sums.by_source
-    )
+    return measure_cell(key, load, steps, ours=ours)
 
 
 def _step(entry: list[object]) -> StepRecord:

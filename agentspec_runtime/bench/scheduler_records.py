@@ -10,30 +10,16 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from agentspec_runtime.bench.measure import DraftCounts
+from agentspec_runtime.bench.measure import DraftCounts, OwnSums
 from agentspec_runtime.observe import RequestReport, StepReport
 
-__all__ = ["SchedulerSums", "SummingObserver", "read_scheduler_records"]
+__all__ = ["SummingObserver", "read_scheduler_records"]
 
 _WRITE_EVERY_S: Final = 0.5
 """A write takes about 0.1 ms; twice a second is below 0.1 % of any engine's time."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerSums:
-    """Sums over a cell."""
-
-    steps: int = 0
-    draft_s: float = 0.0
-    index_s: float = 0.0
-    internal_errors: int = 0
-    by_block: Mapping[str, DraftCounts] = field(default_factory=dict)
-    by_source: Mapping[str, DraftCounts] = field(default_factory=dict)
 
 
 class SummingObserver:
@@ -43,12 +29,13 @@ class SummingObserver:
         self._path = path
         self._next_write = 0.0
         self._written = False
+        self._errors = 0
         self._clear()
 
     def _clear(self) -> None:
-        self._steps = 0
-        self._draft_s = self._index_s = 0.0
-        self._internal_errors = 0
+        self._draft_s = 0.0
+        self._grammar_cut = 0
+        self._errors_before = self._errors
         self._block: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0])
         self._source: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0])
 
@@ -56,10 +43,9 @@ class SummingObserver:
         """Add one engine step."""
         if self._another_cell():
             self._clear()
-        self._steps += 1
         self._draft_s += report.draft_s
-        self._index_s += report.index_s
-        self._internal_errors += report.internal_errors
+        self._grammar_cut += report.grammar_cut
+        self._errors = report.internal_errors  # since the engine started
         for (block, source), verdict in report.verdicts.items():
             for sums, name in ((self._block, block), (self._source, source)):
                 sums[str(name)][0] += verdict.drafted
@@ -87,10 +73,9 @@ class SummingObserver:
 
     def _write(self) -> None:
         sums = {
-            "steps": self._steps,
             "draft_s": self._draft_s,
-            "index_s": self._index_s,
-            "internal_errors": self._internal_errors,
+            "grammar_cut": self._grammar_cut,
+            "internal_errors": self._errors - self._errors_before,
             "by_block": self._block,
             "by_source": self._source,
         }
@@ -98,16 +83,15 @@ class SummingObserver:
         self._written = True
 
 
-def read_scheduler_records(path: Path) -> SchedulerSums | None:
+def read_scheduler_records(path: Path) -> OwnSums | None:
     """Sums of a file, or None when the scheduler wrote none."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError):
         return None
-    return SchedulerSums(
-        steps=data["steps"],
+    return OwnSums(
         draft_s=data["draft_s"],
-        index_s=data["index_s"],
+        grammar_cut=data["grammar_cut"],
         internal_errors=data["internal_errors"],
         by_block={name: DraftCounts(drafted=d, accepted=a) for name, (d, a) in data["by_block"].items()},
         by_source={name: DraftCounts(drafted=d, accepted=a) for name, (d, a) in data["by_source"].items()},

@@ -16,6 +16,8 @@ from agentspec_runtime.bench.measure import DraftCounts, ResultRow
 __all__ = ["CellSummary", "Cost", "agents", "doubts", "summarise", "verdict"]
 
 _REFERENCE = "plain"
+_FEW_TURNS = 30
+"""Below, even P95 is one of the two slowest turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +48,12 @@ class CellSummary:
     task_p99: float | None
     tokens_per_step: float
     rejected_share: float
+    out_tokens: int
     drafted_per_token: float
     draft_ms_per_step: float
+    fillers: int
+    internal_errors: int
+    turns: int
     mean_batch: float
     prefix_hit_rate: float
     preemptions: int
@@ -58,6 +64,8 @@ class CellSummary:
     by_block: Mapping[str, DraftCounts]
     by_source: Mapping[str, DraftCounts]
     turn_quantiles: tuple[float, ...]
+    tok_s_by_repeat: Mapping[int, float]
+    turn_p99_by_repeat: Mapping[int, float]
 
 
 def summarise(rows: Sequence[ResultRow]) -> list[CellSummary]:
@@ -86,24 +94,36 @@ def verdict(cells: Sequence[CellSummary]) -> list[str]:
             )
             continue
         rivals = [cell for name, cell in here.items() if not name.startswith(("agentspec", "plain"))]
-        gain = ours.tok_s / plain.tok_s
-        sentence = f"At {agents(concurrency)}: agentspec gave {gain:.2f}x the throughput of plain"
+        gain = _ratio(ours.tok_s_by_repeat, plain.tok_s_by_repeat)
+        sentence = f"At {agents(concurrency)}: agentspec gave {_times(gain)} the throughput of plain"
         if rivals:
-            best = max(rivals, key=lambda cell: cell.tok_s)
-            sentence += f" and {ours.tok_s / best.tok_s:.2f}x that of {best.method}, the best other method"
-        if ours.turn_p99 and plain.turn_p99:
-            sentence += f"; P99 turn latency {ours.turn_p99 / plain.turn_p99:.2f}x of plain's"
+            best = max(rivals, key=lambda cell: cell.speedup or 0.0)
+            over = _ratio(ours.tok_s_by_repeat, best.tok_s_by_repeat)
+            sentence += f" and {_times(over)} that of {best.method}, the best other method"
+        if (late := _ratio(ours.turn_p99_by_repeat, plain.turn_p99_by_repeat)) is not None:
+            sentence += f"; P99 turn latency {_times(late)} of plain's"
         sentences.append(sentence + ".")
     return sentences
 
 
+def _ratio(of: Mapping[int, float], to: Mapping[int, float]) -> float | None:
+    """Median of the ratios within repeats; None where no repeat has both."""
+    ratios = [of[repeat] / to[repeat] for repeat in of if to.get(repeat)]
+    return median(ratios) if ratios else None
+
+
+def _times(factor: float | None) -> str:
+    return "?" if factor is None else f"{factor:.2f}x"
+
+
 def doubts(cells: Sequence[CellSummary], rows: Sequence[ResultRow]) -> list[str]:
     """Reasons to trust a result less, each with what to do about it."""
-    found: list[str] = []
-    if wrong := [cell for cell in cells if cell.mismatched]:
-        names = ", ".join(sorted({cell.method for cell in wrong}))
-        found.append(f"Turns of {names} did not emit the recorded tokens exactly: those rows are invalid.")
-    found += _miscounted(rows)
+    found = [*_defects(cells, rows), *_filled(cells)]
+    if few := sorted({cell.concurrency for cell in cells if cell.turns < _FEW_TURNS}):
+        found.append(
+            f"Fewer than {_FEW_TURNS} turns at a concurrency of {' and '.join(map(str, few))}: P99 there is "
+            "nearly the slowest turn. More --trajectories make it firm."
+        )
     if not any(cell.method == _REFERENCE for cell in cells):
         found.append("There is no plain row, so no speedup can be stated: add plain to --methods.")
     if max(cell.repeats for cell in cells) == 1:
@@ -126,6 +146,39 @@ def doubts(cells: Sequence[CellSummary], rows: Sequence[ResultRow]) -> list[str]
             "Task latency counts from the schedule, as a user would see it."
         )
     return found
+
+
+def _defects(cells: Sequence[CellSummary], rows: Sequence[ResultRow]) -> list[str]:
+    """What makes rows invalid."""
+    found: list[str] = []
+    if wrong := [cell for cell in cells if cell.mismatched]:
+        names = ", ".join(sorted({cell.method for cell in wrong}))
+        found.append(f"Turns of {names} did not emit the recorded tokens exactly: those rows are invalid.")
+    if failed := [cell for cell in cells if cell.internal_errors]:
+        names = ", ".join(sorted({cell.method for cell in failed}))
+        found.append(f"Errors of ours were survived in runs of {names}, without drafts: see their logs.")
+    return [*found, *_miscounted(rows), *_lost(rows)]
+
+
+def _filled(cells: Sequence[CellSummary]) -> list[str]:
+    """Methods that verified more than a few zeros near the context limit."""
+    filled = [cell for cell in cells if cell.fillers > 0.05 * cell.drafted_per_token * cell.out_tokens]
+    if not filled:
+        return []
+    worst = max(filled, key=lambda cell: cell.fillers)
+    what = f"{worst.method} at {agents(worst.concurrency)} verified {worst.fillers} zeros instead of drafts"
+    return [f"{what}, as vLLM does when a request is near the context limit: raise --max-model-len."]
+
+
+def _lost(rows: Sequence[ResultRow]) -> list[str]:
+    """Every token that arrived was emitted in a step that was seen; preemption may repeat some."""
+    for row in rows:
+        seen = sum(int(size) * count for size, count in row.tokens_histogram.items())
+        if seen != row.out_tokens and not (row.preemptions or row.mismatched):
+            where = f"{row.method} at {agents(row.concurrency)}"
+            arrived = f"{row.out_tokens} tokens arrived and {seen} were emitted in steps"
+            return [f"{where}: {arrived}: counted wrongly, please report it."]
+    return []
 
 
 def _miscounted(rows: Sequence[ResultRow]) -> list[str]:
@@ -185,8 +238,12 @@ def _summary(rows: Sequence[ResultRow], reference: Mapping[tuple[int, int], floa
         task_p99=_middle([row.task_p99 for row in rows]),
         tokens_per_step=median(row.tokens_per_step for row in rows),
         rejected_share=median(row.rejected_share for row in rows),
+        out_tokens=out_tokens,
         drafted_per_token=sum(row.drafted for row in rows) / out_tokens if out_tokens else 0.0,
         draft_ms_per_step=median(row.draft_ms_per_step for row in rows),
+        fillers=sum(row.fillers for row in rows),
+        internal_errors=sum(row.internal_errors for row in rows),
+        turns=min(row.turns for row in rows),
         mean_batch=sum(size * count for size, count in batch.items()) / max(sum(batch.values()), 1),
         prefix_hit_rate=median(row.prefix_hit_rate for row in rows),
         preemptions=sum(row.preemptions for row in rows),
@@ -199,6 +256,8 @@ def _summary(rows: Sequence[ResultRow], reference: Mapping[tuple[int, int], floa
         turn_quantiles=tuple(
             median(values) for values in zip(*(row.turn_quantiles for row in rows), strict=False)
         ),
+        tok_s_by_repeat={row.repeat: row.tok_s for row in rows},
+        turn_p99_by_repeat={row.repeat: row.turn_p99 for row in rows if row.turn_p99 is not None},
     )
 
 

@@ -26,6 +26,7 @@ from agentspec_runtime.engine.assist import LEFT_OUT, Assist
 from agentspec_runtime.engine.config import EngineConfig
 from agentspec_runtime.engine.guard import Guard
 from agentspec_runtime.engine.ledger import RequestLedger
+from agentspec_runtime.engine.prompts import PromptForecast
 from agentspec_runtime.engine.request_facts import end_tokens, namespace, stop_strings, temperature_bucket
 from agentspec_runtime.engine.stop_strings import StopStrings, TokenText
 from agentspec_runtime.errors import HintError
@@ -115,6 +116,7 @@ class Speculation:
             else None
         )
         self._block_tokens = block_tokens
+        self._prompts = PromptForecast()
         self._clock = clock
         self._wall = wall
         self._live: dict[str, _Live] = {}
@@ -200,7 +202,7 @@ class Speculation:
         decoding: list[_Live] = []
         caps: list[int] = []
         contexts: list[int] = []
-        prefill = attended = 0
+        in_prompt: list[Request] = []
         for request in running:
             if request.spec_token_ids:
                 request.spec_token_ids = []  # made for a step that had no room for the request
@@ -212,23 +214,16 @@ class Speculation:
                     caps.append(self._room_of(live))
                     contexts.append(request.num_tokens)
             elif left > 1:
-                prefill += left
-                attended += left * (request.num_computed_tokens + left // 2)
+                in_prompt.append(request)
         if not decoding:
             return
-        num_waiting = 0
-        for request in waiting:
-            num_waiting += 1
-            if prefill < max_tokens:
-                prefill += request.num_tokens
-                attended += request.num_tokens * request.num_tokens // 2
-        fits = min(prefill, max_tokens - len(decoding))
+        prompts = self._prompts.expect(in_prompt, waiting, max_tokens - len(decoding))
         load = Load(
             contexts=np.array(contexts, np.int64),
-            prefill_tokens=max(fits, 0),
-            prefill_attended=attended * max(fits, 0) // max(prefill, 1),
+            prefill_tokens=prompts.tokens,
+            prefill_attended=prompts.attended,
             weights=np.array([live.weight for live in decoding]),
-            num_waiting=num_waiting,
+            num_waiting=prompts.num_waiting,
             room=max_tokens - len(decoding),
             assist_depth=self._assist.asked if self._assist is not None else LEFT_OUT,
         )
@@ -298,6 +293,7 @@ class Speculation:
         worker's own drafter shall make in it; -1: it shall not run.
         """
         placed, self._pending = self._pending, _NOTHING
+        self._prompts.observe(output)
         attended = num_prefill = num_sampling = 0
         now = 0.0
         drafted = output.scheduled_spec_decode_tokens

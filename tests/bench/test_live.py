@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -14,11 +17,13 @@ from agentspec_runtime.bench.live import (
     TaskOutcome,
     _command,
     _jobs,
+    live,
     load_tasks,
     run_jobs,
     summarise_live,
 )
 from agentspec_runtime.client.instrument import instrument
+from agentspec_runtime.demo.server import RunningServer, ServerCommand
 from agentspec_runtime.errors import ConfigurationError
 from agentspec_runtime.testing import MockVLLM, RecordedRequest, Reply
 
@@ -89,6 +94,42 @@ def test_reflexion_agents_on_a_server_are_judged_by_their_tests(tmp_path: Path) 
     assert [(one.solved, one.attempts, one.calls, one.failed) for one in outcomes] == [(True, 2, 3, "")] * 2
     assert all(one.tokens > 0 for one in outcomes)
     assert {hint.session for hint in hints if hint} == {"cell-inc-0", "cell-inc-1"}
+    assert {request.body["cache_salt"] for request in server.requests} == {"cell"}
+
+
+def test_a_whole_run_keeps_a_row_per_cell_and_where_it_comes_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers that answer at once stand in for real ones: ours tells of its drafts, a plain one does not."""
+    salts: dict[str, set[str]] = {}
+
+    @contextmanager
+    def server_of(command: ServerCommand, **_: object) -> Iterator[RunningServer]:
+        kind: Literal["agentspec", "vllm"] = "vllm" if command.plain else "agentspec"
+        reply = Reply("no idea", drafted=None if command.plain else [4], accepted=[3])
+        with MockVLLM([reply], poses_as=kind) as server:
+            yield RunningServer(base_url=server.url, pid=0, started_s=1.0)
+            salts[kind] = {str(request.body["cache_salt"]) for request in server.requests}
+
+    monkeypatch.setattr("agentspec_runtime.bench.live.running_server", server_of)
+    plan = LivePlan(out=tmp_path, served="mock-model", concurrency=(1, 4), rounds=1, attempts=1, coder=False)
+    rows = live(plan, price_per_hour=1.0)
+    assert [(row.method, row.concurrency) for row in rows] == [
+        *(("plain", 1), ("plain", 4), ("agentspec", 1), ("agentspec", 4))
+    ]
+    assert [json.loads(line)["method"] for line in (tmp_path / "live.jsonl").read_text().splitlines()] == [
+        row.method for row in rows
+    ]
+    for row in rows:
+        assert (row.tasks, row.solved, row.failed) == (len(plan.tasks), 0, 0)
+        assert row.cost_per_solved is None
+    assert (rows[0].drafted, rows[0].accepted, rows[0].rejected_share) == (None, None, None)
+    assert rows[2].drafted
+    assert rows[2].rejected_share == 0.25
+    assert salts == {"vllm": {"plain-c1", "plain-c4"}, "agentspec": {"agentspec-c1", "agentspec-c4"}}
+    provenance = json.loads((tmp_path / "live-provenance.json").read_text())
+    assert "--plain" in provenance["engine"]["plain"]["command"]
+    assert len(provenance["notes"]["tasks_sha256"]) == 64
 
 
 def test_an_agent_that_fails_is_counted_and_the_others_go_on(tmp_path: Path) -> None:
@@ -110,6 +151,8 @@ def test_a_method_becomes_the_flags_of_its_server(tmp_path: Path) -> None:
     assert {"--plain", "--no-async-scheduling", "--enforce-eager"} <= set(sync)
     place = ngram.index("--speculative-config.num_speculative_tokens")
     assert ngram[place + 1] == "7"
+    assert "--per-request-spec-decode-metrics" in ngram
+    assert "--per-request-spec-decode-metrics" not in sync
     assisted = _command(plan, "agentspec-assist:assist=eagle3:some/head").arguments()
     assert assisted[assisted.index("--assist") + 1] == "eagle3:some/head"
     assert assisted.index("--assist") < assisted.index("--")

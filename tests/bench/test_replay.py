@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from scripted_replay import ScriptedEngines
+from small_tokenizer import PLAIN_TEMPLATE, save_tokenizer
 from test_recordings import write
 
 from agentspec_runtime.bench.measure import ResultRow
 from agentspec_runtime.bench.methods import parse_method, split_methods
-from agentspec_runtime.bench.replay import replay, replay_together
+from agentspec_runtime.bench.replay import recorded_trajectories, replay, replay_together
+from agentspec_runtime.bench.replay_engine import CONTEXT_MARGIN
 from agentspec_runtime.bench.replay_plan import ReplayPlan, separated
 from agentspec_runtime.bench.results import load_rows, read_raw
+from agentspec_runtime.bench.summary import doubts, summarise
 from agentspec_runtime.embedded import prepare_embedded_model
 from agentspec_runtime.errors import ConfigurationError
 
@@ -53,7 +58,7 @@ def plan(tmp_path: Path, **changes: object) -> ReplayPlan:
 @pytest.mark.slow
 def test_a_replay_emits_the_recording_and_counts_every_token(tmp_path: Path) -> None:
     model = str(prepare_embedded_model(lambda _text: None))
-    methods = ("agentspec",)  # every further one is an engine more, half a minute
+    methods = ("plain", "agentspec")  # every further one is an engine more, half a minute
     rows = replay(plan(tmp_path, model=model, methods=methods))
     assert [(row.method, row.concurrency) for row in rows] == [(m, c) for m in methods for c in (1, 3)]
     assert {row.mismatched for row in rows} == {0}
@@ -64,6 +69,8 @@ def test_a_replay_emits_the_recording_and_counts_every_token(tmp_path: Path) -> 
         _check_sums(row, tmp_path / "out")
         _check_steps(tmp_path / "out" / "cells" / f"{row.method}-r0-c{row.concurrency}.json")
     assert "3" in found["agentspec", 3].batch_histogram
+    assert {found["plain", size].tokens_per_step for size in (1, 3)} == {1.0}
+    assert doubts(summarise(rows), rows)[0].startswith("Fewer than 30 turns"), "counted right, nothing filled"
     ours = found["agentspec", 1]
     assert ours.tokens_per_step > 2.0
     assert ours.draft_ms_per_step > 0
@@ -86,11 +93,8 @@ def _check_sums(row: ResultRow, out: Path) -> None:
 
 
 def _check_steps(raw_file: Path) -> None:
-    """Without a draft a step emits one token, on the real engine, which is all that plain ever does.
-
-    Replaying plain here as well would cost 50 s of processor time for its engine. What it would add is
-    asynchronous scheduling, where a step may run behind the end of an answer: test_replay_worker has that
-    step, and `doubts` checks every real replay of plain (test_report, also over all published results).
+    """Without a draft a step emits one token, on the real engine, which is all that plain ever does. In its
+    asynchronous scheduling a step may run behind the end of an answer, and is not counted.
     """
     rows = [row for step in read_raw(raw_file)[1] for row in step.rows]
     without = [(accepted, emitted) for drafted, accepted, emitted in rows if not drafted]
@@ -145,6 +149,73 @@ def test_separate_recordings_of_the_same_name_are_refused_before_anything_starts
     assert str(first) in str(refused.value)
     assert str(second) in str(refused.value)
     assert not (tmp_path / "out").exists()
+
+
+SPEEDS = {method: {1: 0.01, 3: 0.02} for method in ("plain", "agentspec")}
+
+
+@pytest.fixture
+def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ReplayPlan:
+    """A plan for engines without a model; they know no speculation of ours to record."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = save_tokenizer(tmp_path / "model", PLAIN_TEMPLATE)
+    return plan(tmp_path, model=model, methods=("plain", "agentspec"), repeat=3)
+
+
+def test_the_order_of_the_methods_alternates_over_repeats(scripted: ReplayPlan) -> None:
+    engines = ScriptedEngines(SPEEDS)
+    rows = replay(scripted, engines=engines)
+    order = ["plain", "agentspec", "agentspec", "plain", "plain", "agentspec"]
+    assert engines.ran == [(method, size) for method in order for size in (1, 3)]
+    assert [(row.method, row.repeat) for row in rows[::2]] == list(
+        zip(order, (0, 0, 1, 1, 2, 2), strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"max_turns": 1}, "another max_turns"),
+        ({"max_model_len": 2048, "honour_waits": False}, "another max_model_len, waits"),
+        ({"trajectories": (2,)}, "another trajectories"),
+        ({"concurrency": (3, 4), "trajectories": (1, 2)}, "another trajectories"),
+    ],
+)
+def test_results_of_other_requests_are_not_gone_on_with(
+    scripted: ReplayPlan, changes: dict[str, object], says: str
+) -> None:
+    engines = ScriptedEngines(SPEEDS)
+    replay(replace(scripted, repeat=1), engines=engines)
+    before = (scripted.out / "provenance.json").read_text()
+    with pytest.raises(ConfigurationError, match=says):
+        replay(replace(scripted, **changes), engines=engines)  # type: ignore[arg-type]
+    scripted.files[0].write_text(scripted.files[0].read_text() + "\n")
+    with pytest.raises(ConfigurationError, match="another recordings: name another folder"):
+        replay(scripted, engines=engines)
+    assert (scripted.out / "provenance.json").read_text() == before
+
+
+def test_a_run_that_goes_on_keeps_where_the_earlier_rows_come_from(scripted: ReplayPlan) -> None:
+    replay(replace(scripted, methods=("plain",), concurrency=(1,), repeat=1), engines=ScriptedEngines(SPEEDS))
+    replay(replace(scripted, repeat=1), engines=(engines := ScriptedEngines(SPEEDS)))
+    assert engines.ran == [("plain", 3), ("agentspec", 1), ("agentspec", 3)]
+    provenance = json.loads((scripted.out / "provenance.json").read_text())
+    assert list(provenance["engine"]) == ["plain", "agentspec"]
+    assert [run["git"] for run in provenance["earlier"]] == [provenance["git"]]
+    limits = json.loads((scripted.out / "limits.json").read_text())
+    assert [limit["concurrency"] for limit in limits] == [1, 3]
+
+
+def test_requests_near_the_context_limit_are_left_out(scripted: ReplayPlan) -> None:
+    """FR-11: one of them would make vLLM verify zeros for all, whoever drafts in the worker."""
+    lengths = [
+        len(request.prompt_ids) + len(request.output_ids)
+        for trajectory in recorded_trajectories(scripted)
+        for request in trajectory.requests
+    ]
+    near = replace(scripted, max_model_len=max(lengths) + CONTEXT_MARGIN - 1)
+    kept = [r for trajectory in recorded_trajectories(near) for r in trajectory.requests]
+    assert len(kept) == sum(length < max(lengths) for length in lengths) < len(lengths)
 
 
 def test_separate_recordings_have_a_folder_each(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ class Runner:
         self.device = torch.device("cpu")
         self.requests: dict[str, Any] = {}
         self.drafter = SimpleNamespace()
+        self.num_spec_tokens = 3
         self.positions = torch.zeros(64, dtype=torch.int64)
         self.query_start_loc = SimpleNamespace(gpu=torch.zeros(9, dtype=torch.int64))
         self.discard_request_mask = SimpleNamespace(np=np.zeros(8, dtype=np.int32))
@@ -144,9 +145,11 @@ def test_zeros_that_no_drafter_made_are_counted_apart(extension: ReplayExtension
     runner.add("a", [11, 12, 13])
     runner.add("b", [21, 22, 23])
     runner.step(extension, [("a", 4, 4, [0, 0, 0]), ("b", 9, 9, [22, 0])])
-    [step] = json.loads(extension.replay_take())
-    assert step[6] == 3
-    assert step[7] == [[0, 0, 1], [2, 1, 2]]
+    runner.step(extension, [("a", 4, 5, [0]), ("b", 9, 11, [])])  # a draft of the token 0, wrong as it is
+    first, second = json.loads(extension.replay_take())
+    assert (first[6], second[6]) == (3, 0)
+    assert first[7] == [[0, 0, 1], [2, 1, 2]]
+    assert second[7][0] == [1, 0, 1]
 
 
 def test_prompt_chunks_and_recomputed_tokens_are_no_output(extension: ReplayExtension) -> None:

@@ -20,18 +20,19 @@ from agentspec_runtime.errors import ConfigurationError
 def row(method: str, concurrency: int, repeat: int, tok_s: float, **changes: object) -> ResultRow:
     base = ResultRow(
         method=method, concurrency=concurrency, repeat=repeat, workload="w<1>", mode="closed loop",
-        trajectories=4, turns=8, out_tokens=100, prompt_tokens=1000, wall_s=36.0, tok_s=tok_s,
+        trajectories=4, turns=80, out_tokens=100, prompt_tokens=1000, wall_s=36.0, tok_s=tok_s,
         decode_tok_s=None, ttft_p50=0.1, ttft_p95=0.2, ttft_p99=0.3, tpot_p50=0.01, tpot_p95=0.02,
         tpot_p99=0.03, gap_p50=0.01, gap_p95=0.02, gap_p99=0.03, turn_p50=1.0, turn_p95=2.0, turn_p99=3.0,
         task_p50=4.0, task_p95=5.0, task_p99=6.0, slip_p95=0.0, steps=50, tokens_per_step=2.0, drafted=100,
         accepted=50, rejected=50, rejected_share=0.5, draft_ms_per_step=0.3, step_ms_p50=20.0,
-        batch_histogram={str(concurrency): 10}, tokens_histogram={"1": 5, "2": 5}, turn_quantiles=(0.5, 1.5),
+        batch_histogram={str(concurrency): 10}, tokens_histogram={"2": 50}, turn_quantiles=(0.5, 1.5),
     )  # fmt: skip
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
 PLAIN: dict[str, object] = {
     "steps": 100, "tokens_per_step": 1.0, "drafted": 0, "accepted": 0, "rejected": 0, "rejected_share": 0.0,
+    "tokens_histogram": {"1": 100},
 }  # fmt: skip
 ROWS = [
     row("agentspec", 8, 0, 30.0, turn_p99=2.4, by_block={"code": DraftCounts(drafted=100, accepted=50)},
@@ -61,7 +62,7 @@ def test_factors_are_medians_of_ratios_within_repeats() -> None:
 def test_the_verdict_compares_with_plain_and_the_best_other() -> None:
     [sentence] = verdict(summarise(ROWS))
     assert sentence == (
-        "At 8 agents: agentspec gave 1.69x the throughput of plain and 1.20x that of suffix, the best other "
+        "At 8 agents: agentspec gave 1.75x the throughput of plain and 1.20x that of suffix, the best other "
         "method; P99 turn latency 0.80x of plain's."
     )
     [without] = verdict(summarise(ROWS[:4]))
@@ -73,6 +74,10 @@ def test_the_verdict_compares_with_plain_and_the_best_other() -> None:
     [
         ({"mismatched": 1}, "did not emit the recorded tokens"),
         ({"preemptions": 2}, "preempted"),
+        ({"fillers": 30}, "agentspec at 8 agents verified 30 zeros instead of drafts"),
+        ({"internal_errors": 1}, "Errors of ours were survived in runs of agentspec"),
+        ({"tokens_histogram": {"2": 49}}, "100 tokens arrived and 98 were emitted in steps"),
+        ({"turns": 29}, "Fewer than 30 turns at a concurrency of 8"),
         ({"mode": "open loop, 1/s", "slip_p95": 4.0}, "slipped by up to 4.0 s"),
     ],
 )
@@ -124,10 +129,15 @@ def test_the_report_is_one_file_that_loads_nothing(tmp_path: Path) -> None:
     assert set(re.findall(r"https?://[^\"' <]+", html)) <= {"http://www.w3.org/2000/svg"}
     assert "w&lt;1&gt;" in html
     assert "m&amp;m" in html
-    for shown in ("1.69x the throughput", "1.75x (1.50 to 2.00)", "$0.0100", "O2/1: best occurrence"):
+    for shown in ("1.75x the throughput", "1.75x (1.50 to 2.00)", "$0.0100", "O2/1: best occurrence"):
         assert shown in html
     assert "| agentspec | 27.0 tok/s, 1.75x (1.50 to 2.00) |" in markdown
-    assert html.count("<svg") >= 8
+    # Throughput; P50, P95, P99 and distribution of turns; by block and by source; steps, batch; limits.
+    assert html.count("<svg") == 10
+    for question in ("pay", "agent feel", "wasted", "steps look like", "limit", "task cost", "All numbers"):
+        assert question in "".join(re.findall(r"<h2>.*?</h2>", html)), question
+    assert ">block: code<" in html
+    assert ">source: corpus<" in html
 
 
 def test_rows_survive_their_file_and_a_line_that_was_cut_off(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,7 +59,9 @@ def plan(tmp_path: Path, **changes: object) -> ReplayPlan:
 @pytest.mark.slow
 def test_a_replay_emits_the_recording_and_counts_every_token(tmp_path: Path) -> None:
     model = str(prepare_embedded_model(lambda _text: None))
-    methods = ("plain", "agentspec")  # every further one is an engine more, half a minute
+    # Every method is an engine more: a minute and a half beside the servers of the other tests.
+    long = bool(os.environ.get("AGENTSPEC_LONG_TESTS"))
+    methods = ("plain", "agentspec") if long else ("agentspec",)
     rows = replay(plan(tmp_path, model=model, methods=methods))
     assert [(row.method, row.concurrency) for row in rows] == [(m, c) for m in methods for c in (1, 3)]
     assert {row.mismatched for row in rows} == {0}
@@ -69,7 +72,7 @@ def test_a_replay_emits_the_recording_and_counts_every_token(tmp_path: Path) -> 
         _check_sums(row, tmp_path / "out")
         _check_steps(tmp_path / "out" / "cells" / f"{row.method}-r0-c{row.concurrency}.json")
     assert "3" in found["agentspec", 3].batch_histogram
-    assert {found["plain", size].tokens_per_step for size in (1, 3)} == {1.0}
+    assert {row.tokens_per_step for row in rows if row.method == "plain"} <= {1.0}
     assert doubts(summarise(rows), rows)[0].startswith("Fewer than 30 turns"), "counted right, nothing filled"
     ours = found["agentspec", 1]
     assert ours.tokens_per_step > 2.0
@@ -94,7 +97,8 @@ def _check_sums(row: ResultRow, out: Path) -> None:
 
 def _check_steps(raw_file: Path) -> None:
     """Without a draft a step emits one token, on the real engine, which is all that plain ever does. In its
-    asynchronous scheduling a step may run behind the end of an answer, and is not counted.
+    asynchronous scheduling (AGENTSPEC_LONG_TESTS=1) a step may run behind the end of an answer, and is not
+    counted: test_replay_worker has that step, and `doubts` checks every published result.
     """
     rows = [row for step in read_raw(raw_file)[1] for row in step.rows]
     without = [(accepted, emitted) for drafted, accepted, emitted in rows if not drafted]

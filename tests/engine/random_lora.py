@@ -3,7 +3,7 @@
     python tests/engine/random_lora.py MODEL_DIR OUT_DIR [--number 2]
 
 Writes OUT_DIR/lora-0, lora-1, ..., which `--enable-lora --lora-modules lora-0=OUT_DIR/lora-0 ...` serves.
-They are strong enough to change what the model says, and make no sense.
+They make no sense; that they change what the model says is for the comparison to show.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 RANK = 8
 STRENGTH = 0.05
-"""Spread of the numbers: at 0.05 most answers differ from the model's own and are still text."""
+"""Spread of the numbers. A guess: larger if answers of an adapter are those of the model itself."""
 
 
 def write_adapter(config: dict[str, int], folder: Path, seed: int) -> None:

@@ -7,15 +7,28 @@ and a waterfall. Sizes are in SVG units; text is never below 12 of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Final
 
-__all__ = ["PALETTE", "Bar", "Series", "bars", "lines", "stacked", "waterfall"]
+__all__ = [
+    "DASHED",
+    "PALETTE",
+    "Bar",
+    "Series",
+    "bars",
+    "lines",
+    "method_colors",
+    "stacked",
+    "waterfall",
+]
 
 PALETTE: Final = ("#0b6e4f", "#6b7280", "#c2571a", "#3867b7", "#9b3d8f", "#a68a12", "#3b8ea5", "#b23a48")
 """Distinguishable in print and with the common colour deficiencies; the first is for our own method."""
+
+DASHED: Final = ("plain", "plain-sync", "agentspec-off")
+"""Methods that do not draft: their lines are dashed."""
 
 _WIDTH: Final = 620
 _HEIGHT: Final = 300
@@ -44,6 +57,13 @@ class Bar:
     label: str
     parts: Sequence[tuple[float, str]]
     note: str
+
+
+def method_colors(methods: Iterable[str]) -> dict[str, str]:
+    """A colour for every method, our own always the same."""
+    others = iter(PALETTE[1:] * 4)
+    names = dict.fromkeys(methods)
+    return {name: PALETTE[0] if name == "agentspec" else next(others) for name in names}
 
 
 def lines(

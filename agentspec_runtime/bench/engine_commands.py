@@ -281,6 +281,7 @@ def live(
     ] = "plain,agentspec",
     concurrency: Annotated[str, typer.Option(help="Agents at the same time.")] = "1,8",
     rounds: Annotated[int, typer.Option(min=1, help="How often every task is run, with other seeds.")] = 2,
+    repeat: Annotated[int, typer.Option(min=1, help="Repeats, methods in alternating order.")] = 1,
     attempts: Annotated[int, typer.Option(min=1, help="Trials of an agent at its task.")] = 2,
     temperature: Annotated[float, typer.Option(min=0, help="Of every call.")] = 0.7,
     arrival: Annotated[str, typer.Option(help="closed, or poisson:RATE (agents per second).")] = "closed",
@@ -296,27 +297,35 @@ def live(
 ) -> None:
     """Real agents at your concurrency: success by executed tests, and cost per solved task."""
     from agentspec_runtime.bench import tables
-    from agentspec_runtime.bench.live import LivePlan, load_tasks
+    from agentspec_runtime.bench.live import LivePlan
     from agentspec_runtime.bench.live import live as run
+    from agentspec_runtime.bench.live_agents import Agents, load_tasks
+    from agentspec_runtime.bench.live_report import write_live_report
     from agentspec_runtime.bench.methods import split_methods
+    from agentspec_runtime.bench.summary import Cost
     from agentspec_runtime.demo.tasks import FUNCTION_TASKS
     from agentspec_runtime.embedded import EMBEDDED_MODEL_NAME
 
     shown = console()
     plan = LivePlan(
         out=out,
-        served=model or EMBEDDED_MODEL_NAME,
+        agents=Agents(
+            served=model or EMBEDDED_MODEL_NAME,
+            rounds=rounds,
+            attempts=attempts,
+            temperature=temperature,
+            tasks=load_tasks(tasks) if tasks else FUNCTION_TASKS,
+            coder=coder and tasks is None,
+        ),
         model=model,
         methods=tuple(split_methods(methods)),
         concurrency=tuple(int(size) for size in names(concurrency)),
-        rounds=rounds,
-        attempts=attempts,
-        temperature=temperature,
+        repeat=repeat,
         rate_per_s=rate(arrival),
         seed=seed,
-        tasks=load_tasks(tasks) if tasks else FUNCTION_TASKS,
-        coder=coder and tasks is None,
         vllm_flags=tuple(vllm_flag or ()),
     )
     shown.print(tables.lived(run(plan, price_per_hour=price_per_hour, say=shown.print)))
-    shown.print(f"Results: {out / 'live.jsonl'}")
+    cost = None if price_per_hour is None else Cost(per_hour=price_per_hour)
+    html, _ = write_live_report(out, cost)
+    shown.print(f"Results: {out / 'live.jsonl'}. Report: {html}", highlight=False)

@@ -3,10 +3,12 @@
 Where a replay forces the text, here the model writes it: answers, and so the number of turns, differ between
 methods and runs. What can be compared is success, time per task, and cost per solved task.
 
-Agents are the Reflexion loop and, where LangGraph is installed, the coding agent of `agentspec demo`. Their
-tasks can be replaced by a file. A task that is run in several rounds gets another seed and session in each;
-at a temperature above 0 its answers differ, yet they resemble each other more than those of different tasks
-do, and a drafter with a corpus profits from that. Many tasks and few rounds are the honest load.
+Every (method, repeat) gets a fresh server that runs all concurrencies; over repeats the order of the methods
+alternates and the seeds are others, so that the spread is that of machine and sampling together.
+
+A task that is run in several rounds gets another seed and session in each; at a temperature above 0 its
+answers differ, yet they resemble each other more than those of different tasks do, and a drafter with a
+corpus profits from that. Many tasks and few rounds are the honest load.
 
 Every cell has a cache salt of its own, so that neither the prefix cache nor our draft memory knows the tasks
 from the cell before. vLLM's suffix decoding has one memory for all salts, and does know them.
@@ -18,74 +20,52 @@ import hashlib
 import importlib.util
 import json
 import random
-import tempfile
+import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final
 
+from agentspec_runtime.bench.live_agents import CALL_TIMEOUT_S, Agents, Job, TaskOutcome, known_sum
 from agentspec_runtime.bench.measure import percentiles
 from agentspec_runtime.bench.methods import parse_method
 from agentspec_runtime.bench.provenance import collect_provenance
-from agentspec_runtime.client.report import CallReport, on_call
-from agentspec_runtime.client.session import session
-from agentspec_runtime.demo.reflexion import Check, FunctionTask, Message, solve
 from agentspec_runtime.demo.server import ServerCommand, free_port, running_server
-from agentspec_runtime.demo.tasks import FUNCTION_TASKS
 from agentspec_runtime.engine.args import JsonValue, dotted
 from agentspec_runtime.errors import ConfigurationError, MissingDependencyError
 
-if TYPE_CHECKING:
-    import openai
+__all__ = [
+    "LIVE_FILE",
+    "PROVENANCE_FILE",
+    "LivePlan",
+    "LiveRow",
+    "live",
+    "load_live",
+    "run_jobs",
+    "summarise_live",
+]
 
-    from agentspec_runtime.demo.coding_agent import CodingTask
-
-__all__ = ["LivePlan", "LiveRow", "TaskOutcome", "live", "load_tasks", "run_jobs", "summarise_live"]
-
+LIVE_FILE: Final = "live.jsonl"
+PROVENANCE_FILE: Final = "live-provenance.json"
 _METHODS: Final = ("plain", "plain-sync", "ngram", "suffix", "eagle3", "agentspec", "agentspec-assist")
-_TIMEOUT_S: Final = 600.0
-"""One call; a full batch on a small machine answers slowly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LivePlan:
-    """What to run. `model` None is the embedded one; `served` is the name that the server knows it by."""
+    """What to run. `model` None is the embedded one."""
 
     out: Path
-    served: str
+    agents: Agents
     model: str | None = None
     methods: tuple[str, ...] = ("plain", "agentspec")
     concurrency: tuple[int, ...] = (1, 8)
-    rounds: int = 2
-    attempts: int = 2
-    temperature: float = 0.7
+    repeat: int = 1
     rate_per_s: float | None = None
     seed: int = 0
-    tasks: tuple[FunctionTask, ...] = FUNCTION_TASKS
-    coder: bool = True
     vllm_flags: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskOutcome:
-    """One agent run. `seconds` from when it was due; counts are sums over its calls. None: no call told
-    it, as where nothing drafts.
-    """
-
-    agent: str
-    task: str
-    solved: bool
-    attempts: int
-    seconds: float
-    calls: int
-    tokens: int
-    drafted: int | None
-    accepted: int | None
-    failed: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +74,7 @@ class LiveRow:
 
     method: str
     concurrency: int
+    repeat: int
     mode: str
     tasks: int
     solved: int
@@ -114,72 +95,81 @@ class LiveRow:
     outcomes: tuple[TaskOutcome, ...] = field(repr=False)
 
 
-Job = Callable[[float], TaskOutcome]
-"""One agent run; it is given the time when it was due, on `time.perf_counter`."""
-
-
 def live(
     plan: LivePlan, *, price_per_hour: float | None = None, say: Callable[[str], None] = lambda _text: None
 ) -> list[LiveRow]:
-    """Run a plan, method after method, each on a fresh server; rows are appended to DIR/live.jsonl.
+    """Run a plan, each method of each repeat on a fresh server; rows go to DIR/live.jsonl as they come.
 
     Raises:
-        ConfigurationError: a method that has no server form.
+        ConfigurationError: a method that has no server form, or results of an earlier run in the folder.
         MissingDependencyError: the OpenAI SDK is not installed.
         ServerError: a server did not start.
     """
     if importlib.util.find_spec("openai") is None:
         raise MissingDependencyError("openai", "openai")
     commands = {method: _command(plan, method) for method in plan.methods}
+    if (plan.out / LIVE_FILE).exists():
+        raise ConfigurationError(f"{plan.out / LIVE_FILE} is there already: choose another --out, or move it")
     plan.out.mkdir(parents=True, exist_ok=True)
     provenance = collect_provenance(
         files=(),
-        seeds=[plan.seed],
+        seeds=[_seed(plan, repeat) for repeat in range(plan.repeat)],
         engine={method: {"command": command.arguments()[1:]} for method, command in commands.items()},
         notes=_notes(plan),
     )
-    (plan.out / "live-provenance.json").write_text(json.dumps(asdict(provenance), indent=1), encoding="utf-8")
+    (plan.out / PROVENANCE_FILE).write_text(json.dumps(asdict(provenance), indent=1), encoding="utf-8")
     rows: list[LiveRow] = []
-    for method, command in commands.items():
-        say(f"{method}: starting the server")
-        with running_server(command, log=plan.out / f"live-{method}.log", on_wait=lambda _s: None) as server:
-            say(f"{method}: ready after {server.started_s:.0f} s")
-            for concurrency in plan.concurrency:
-                row = _cell(plan, method, concurrency, server.base_url, price_per_hour)
-                with (plan.out / "live.jsonl").open("a", encoding="utf-8") as file:
+    for repeat in range(plan.repeat):
+        for method in plan.methods if repeat % 2 == 0 else reversed(plan.methods):
+            for row in _cells(plan, method, repeat, price_per_hour, say):
+                with (plan.out / LIVE_FILE).open("a", encoding="utf-8") as file:
                     file.write(json.dumps(asdict(row)) + "\n")
                 rows.append(row)
-                say(
-                    f"{method}, {concurrency} at a time: {row.solved} of {row.tasks} solved in "
-                    f"{row.wall_s:.0f} s, {row.tok_s:.0f} tok/s"
-                )
     return rows
 
 
-def load_tasks(path: Path) -> tuple[FunctionTask, ...]:
-    """Tasks of a JSON Lines file: `name`, `stub`, and lists `visible` and `hidden` of [call, expected repr].
+def load_live(path: Path) -> list[LiveRow]:
+    """Rows of a live.jsonl; a line that a crash cut off is skipped.
 
     Raises:
-        ConfigurationError: not such a file.
+        ConfigurationError: nothing in it, or rows of another version.
     """
-    tasks: list[FunctionTask] = []
-    try:
-        for line in path.read_text(encoding="utf-8").splitlines():
-            if not line.strip():
-                continue
+    rows: list[LiveRow] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
             data = json.loads(line)
-            visible, hidden = (
-                tuple(Check(call=str(call), expected=str(expected)) for call, expected in data[kind])
-                for kind in ("visible", "hidden")
+        except json.JSONDecodeError:
+            continue
+        try:
+            data["outcomes"] = tuple(TaskOutcome(**outcome) for outcome in data["outcomes"])
+            rows.append(LiveRow(**data))
+        except (KeyError, TypeError) as error:
+            raise ConfigurationError(f"{path}: not a row of this version of agentspec: {error}") from error
+    if not rows:
+        raise ConfigurationError(f"{path}: holds no finished cell yet")
+    return rows
+
+
+def _seed(plan: LivePlan, repeat: int) -> int:
+    """First seed of a repeat; its rounds count on from there."""
+    return plan.seed + repeat * plan.agents.rounds
+
+
+def _cells(
+    plan: LivePlan, method: str, repeat: int, price_per_hour: float | None, say: Callable[[str], None]
+) -> Iterator[LiveRow]:
+    """All concurrencies of a method on one fresh server."""
+    log = plan.out / f"live-{re.sub(r'[^A-Za-z0-9._-]+', '_', method)}-r{repeat}.log"
+    say(f"{method}, repeat {repeat}: starting the server")
+    with running_server(_command(plan, method), log=log, on_wait=lambda _s: None) as server:
+        say(f"{method}, repeat {repeat}: ready after {server.started_s:.0f} s")
+        for concurrency in plan.concurrency:
+            row = _cell(plan, method, concurrency, repeat, server.base_url, price_per_hour)
+            say(
+                f"{method}, {concurrency} at a time: {row.solved} of {row.tasks} solved in "
+                f"{row.wall_s:.0f} s, {row.tok_s:.0f} tok/s"
             )
-            tasks.append(
-                FunctionTask(name=str(data["name"]), stub=str(data["stub"]), visible=visible, hidden=hidden)
-            )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigurationError(
-            f"{path}: line {len(tasks) + 1} is no task (name, stub, visible, hidden): {error}"
-        ) from error
-    return tuple(tasks)
+            yield row
 
 
 def run_jobs(
@@ -215,6 +205,7 @@ def run_jobs(
 def summarise_live(
     method: str,
     concurrency: int,
+    repeat: int,
     mode: str,
     outcomes: Sequence[TaskOutcome],
     wall_s: float,
@@ -223,13 +214,14 @@ def summarise_live(
     """Figures of one cell. Cost is that of the machine for the wall time, shared by its tasks."""
     solved = sum(outcome.solved for outcome in outcomes)
     tokens = sum(outcome.tokens for outcome in outcomes)
-    drafted = _known_sum(outcome.drafted for outcome in outcomes)
-    accepted = _known_sum(outcome.accepted for outcome in outcomes)
+    drafted = known_sum(outcome.drafted for outcome in outcomes)
+    accepted = known_sum(outcome.accepted for outcome in outcomes)
     p50, p95, p99 = percentiles(outcome.seconds for outcome in outcomes)
     cost = None if price_per_hour is None else price_per_hour * wall_s / 3600
     return LiveRow(
         method=method,
         concurrency=concurrency,
+        repeat=repeat,
         mode=mode,
         tasks=len(outcomes),
         solved=solved,
@@ -251,20 +243,14 @@ def summarise_live(
     )
 
 
-def _known_sum(values: Iterable[int | None]) -> int | None:
-    """Sum of what is known; None where nothing is."""
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None
-
-
 def _notes(plan: LivePlan) -> dict[str, str | int | float | bool | None]:
     return {
-        "model": plan.model or plan.served,
-        "temperature": plan.temperature,
-        "rounds": plan.rounds,
-        "attempts": plan.attempts,
-        "tasks": len(plan.tasks),
-        "tasks_sha256": hashlib.sha256(repr(plan.tasks).encode()).hexdigest(),
+        "model": plan.model or plan.agents.served,
+        "temperature": plan.agents.temperature,
+        "rounds": plan.agents.rounds,
+        "attempts": plan.agents.attempts,
+        "tasks": len(plan.agents.tasks),
+        "tasks_sha256": hashlib.sha256(repr(plan.agents.tasks).encode()).hexdigest(),
     }
 
 
@@ -311,107 +297,20 @@ def _flag(key: str, value: JsonValue) -> list[str]:
 
 
 def _cell(
-    plan: LivePlan, method: str, concurrency: int, base_url: str, price_per_hour: float | None
+    plan: LivePlan,
+    method: str,
+    concurrency: int,
+    repeat: int,
+    base_url: str,
+    price_per_hour: float | None,
 ) -> LiveRow:
     import openai
 
     from agentspec_runtime.client.instrument import instrument
 
-    with instrument(), openai.OpenAI(base_url=base_url, api_key="unused", timeout=_TIMEOUT_S) as client:
-        jobs = list(_jobs(plan, f"{method}-c{concurrency}", base_url, client))
-        outcomes, wall_s = run_jobs(jobs, concurrency, rate_per_s=plan.rate_per_s, seed=plan.seed)
+    seed = _seed(plan, repeat)
+    with instrument(), openai.OpenAI(base_url=base_url, api_key="unused", timeout=CALL_TIMEOUT_S) as client:
+        jobs = list(plan.agents.jobs(f"{method}-c{concurrency}", seed, base_url, client))
+        outcomes, wall_s = run_jobs(jobs, concurrency, rate_per_s=plan.rate_per_s, seed=seed)
     mode = "closed loop" if plan.rate_per_s is None else f"open loop, {plan.rate_per_s:g}/s"
-    return summarise_live(method, concurrency, mode, outcomes, wall_s, price_per_hour)
-
-
-def _jobs(plan: LivePlan, cell: str, base_url: str, client: openai.OpenAI) -> Iterator[Job]:
-    """Every task once per round; the same order for every method."""
-    for number in range(plan.rounds):
-        for task in plan.tasks:
-            yield _reflexion_job(plan, cell, f"{task.name}-{number}", task, plan.seed + number, client)
-        if plan.coder and importlib.util.find_spec("langgraph") is not None:
-            from agentspec_runtime.demo.tasks import CODING_TASKS
-
-            for coding in CODING_TASKS:
-                yield _coder_job(plan, cell, coding, plan.seed + number, base_url)
-
-
-def _reflexion_job(
-    plan: LivePlan, salt: str, name: str, task: FunctionTask, seed: int, client: openai.OpenAI
-) -> Job:
-    def chat(messages: Sequence[Message], *, max_tokens: int, expect: Literal["code", "text"]) -> str:
-        with session(agent="actor" if expect == "code" else "critic", expect=[expect]):
-            answer = client.chat.completions.create(
-                model=plan.served,
-                messages=[{"role": m["role"], "content": m["content"]} for m in messages],  # type: ignore[misc]  # a union of literals
-                max_tokens=max_tokens,
-                temperature=plan.temperature,
-                seed=seed,
-                extra_body={"cache_salt": salt},
-            )
-        return answer.choices[0].message.content or ""
-
-    def run() -> tuple[bool, int]:
-        with session(f"{salt}-{name}", agent="reflexion"):
-            outcome = solve(task, chat, max_trials=plan.attempts)
-        return outcome.solved, len(outcome.trials)
-
-    return lambda due_s: _outcome("reflexion", task.name, run, due_s)
-
-
-def _coder_job(plan: LivePlan, salt: str, task: CodingTask, seed: int, base_url: str) -> Job:
-    def run() -> tuple[bool, int]:
-        from langchain_openai import ChatOpenAI
-        from pydantic import SecretStr
-
-        from agentspec_runtime.demo.coding_agent import run_coding_task
-        from agentspec_runtime.demo.turns import TurnLog
-        from agentspec_runtime.demo.workspace import Workspace
-
-        class _OwnLog(TurnLog):
-            """Hears the calls of this thread only."""
-
-            @contextmanager
-            def listening(self) -> Iterator[None]:
-                with on_call(self._reports.append):
-                    yield
-
-        model = ChatOpenAI(
-            model=plan.served,
-            base_url=base_url,
-            api_key=SecretStr("unused"),
-            temperature=plan.temperature,
-            seed=seed,
-            timeout=_TIMEOUT_S,
-            extra_body={"cache_salt": salt},
-        )
-        log = _OwnLog()
-        with tempfile.TemporaryDirectory(prefix="agentspec-") as folder, log.listening():
-            workspace = Workspace(Path(folder), task.files)
-            result = run_coding_task(task, workspace, model, log, max_attempts=plan.attempts)
-        return result.solved, result.attempts
-
-    return lambda due_s: _outcome("coder", task.name, run, due_s)
-
-
-def _outcome(agent: str, task: str, run: Callable[[], tuple[bool, int]], due_s: float) -> TaskOutcome:
-    """Run an agent; what it raises is its failure, counted and told, never the end of the others."""
-    reports: list[CallReport] = []
-    solved, attempts, failed = False, 0, ""
-    with on_call(reports.append):
-        try:
-            solved, attempts = run()
-        except Exception as error:  # noqa: BLE001 - agents of many libraries; the reason is kept in the row
-            failed = f"{type(error).__name__}: {error}"[:300]
-    return TaskOutcome(
-        agent=agent,
-        task=task,
-        solved=solved,
-        attempts=attempts,
-        seconds=round(time.perf_counter() - due_s, 4),
-        calls=len(reports),
-        tokens=sum(report.completion_tokens or 0 for report in reports),
-        drafted=_known_sum(report.drafted for report in reports),
-        accepted=_known_sum(report.accepted for report in reports),
-        failed=failed,
-    )
+    return summarise_live(method, concurrency, repeat, mode, outcomes, wall_s, price_per_hour)

@@ -205,18 +205,27 @@ def plot(
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Folder of a replay.")],
+    folder: Annotated[
+        Path, typer.Argument(exists=True, file_okay=False, help="Folder of a replay or a live run.")
+    ],
     price_per_hour: Annotated[
         float | None, typer.Option(min=0, help="Price of the machine, for cost per task.")
     ] = None,
     currency: Annotated[str, typer.Option(help="Its sign.")] = "$",
 ) -> None:
-    """One HTML file and Markdown out of a replay: what pays, what is wasted, how far the limit is."""
+    """One HTML file and Markdown out of a replay or a live run: what pays, what is wasted, what it costs."""
+    from agentspec_runtime.bench.live import LIVE_FILE
+    from agentspec_runtime.bench.live_report import write_live_report
     from agentspec_runtime.bench.report import write_report
     from agentspec_runtime.bench.summary import Cost
 
     cost = None if price_per_hour is None else Cost(per_hour=price_per_hour, currency=currency)
-    for path in write_report(folder, cost):
+    written: list[Path] = []
+    if (folder / LIVE_FILE).is_file():
+        written += write_live_report(folder, cost)
+    if not written or (folder / "results.jsonl").is_file():
+        written += write_report(folder, cost)
+    for path in written:
         typer.echo(str(path))
 
 

@@ -5,9 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 from typing import Final
 
-__all__ = ["Section", "html_page", "html_table", "markdown_page", "markdown_table"]
+__all__ = [
+    "Report",
+    "Section",
+    "html_table",
+    "markdown_table",
+    "number",
+    "origin",
+    "report_of",
+    "write_pages",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +28,47 @@ class Section:
     lead: str
     html: str
     markdown: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """A report in both forms."""
+
+    html: str
+    markdown: str
+
+
+def report_of(
+    title: str, intro: str, told: Sequence[str], doubted: Sequence[str], sections: Sequence[Section]
+) -> Report:
+    """What was found, what speaks against it, and the sections."""
+    return Report(
+        html=_html_page(title, intro, told, doubted, sections),
+        markdown=_markdown_page(title, intro, told, doubted, sections),
+    )
+
+
+def origin(provenance: str) -> Section:
+    """Where the numbers come from: the provenance file as it is."""
+    return Section(
+        title="Where this comes from",
+        lead="Command, versions, machine, engine arguments of every method, and hashes of what was run.",
+        html=f"<details><summary>Provenance</summary><pre>{escape(provenance)}</pre></details>",
+        markdown=f"```json\n{provenance.strip()}\n```\n",
+    )
+
+
+def write_pages(report: Report, stem: Path) -> tuple[Path, Path]:
+    """Write STEM.html and STEM.md; where they are."""
+    html, markdown = stem.with_suffix(".html"), stem.with_suffix(".md")
+    html.write_text(report.html, encoding="utf-8")
+    markdown.write_text(report.markdown, encoding="utf-8")
+    return html, markdown
+
+
+def number(value: float | None, digits: int) -> str:
+    """A number for a table, "-" for none."""
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def html_table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -56,7 +107,7 @@ pre{white-space:pre-wrap;word-break:break-word;font-size:12px;background:#f9fafb
 """
 
 
-def html_page(
+def _html_page(
     title: str, intro: str, told: Sequence[str], doubted: Sequence[str], sections: Sequence[Section]
 ) -> str:
     """One HTML file: title, what was found, what speaks against it, sections."""
@@ -80,7 +131,7 @@ def html_page(
     return "".join(parts) + "</body></html>\n"
 
 
-def markdown_page(
+def _markdown_page(
     title: str, intro: str, told: Sequence[str], doubted: Sequence[str], sections: Sequence[Section]
 ) -> str:
     """The same in Markdown, without charts."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Final
 
@@ -18,23 +16,23 @@ from agentspec_runtime.bench import charts
 from agentspec_runtime.bench.charts import PALETTE, Bar, Series
 from agentspec_runtime.bench.limits import Limits, read_limits
 from agentspec_runtime.bench.measure import DraftCounts, ResultRow
-from agentspec_runtime.bench.page import Section, html_page, html_table, markdown_page, markdown_table
+from agentspec_runtime.bench.page import (
+    Report,
+    Section,
+    html_table,
+    markdown_table,
+    number,
+    origin,
+    report_of,
+    write_pages,
+)
 from agentspec_runtime.bench.results import load_rows
 from agentspec_runtime.bench.summary import CellSummary, Cost, agents, doubts, summarise, verdict
 
-__all__ = ["Report", "build_report", "write_report"]
+__all__ = ["build_report", "write_report"]
 
 _ACCEPTED: Final = PALETTE[0]
 _REJECTED: Final = "#d9a79c"
-_DASHED: Final = ("plain", "plain-sync", "agentspec-off")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """The report in both forms."""
-
-    html: str
-    markdown: str
 
 
 def write_report(folder: Path, cost: Cost | None = None) -> tuple[Path, Path]:
@@ -47,10 +45,7 @@ def write_report(folder: Path, cost: Cost | None = None) -> tuple[Path, Path]:
     provenance_file = folder / "provenance.json"
     provenance = provenance_file.read_text(encoding="utf-8") if provenance_file.is_file() else "{}"
     report = build_report(rows, provenance, read_limits(folder / "limits.json"), cost)
-    html, markdown = folder / "report.html", folder / "report.md"
-    html.write_text(report.html, encoding="utf-8")
-    markdown.write_text(report.markdown, encoding="utf-8")
-    return html, markdown
+    return write_pages(report, folder / "report")
 
 
 def build_report(
@@ -58,7 +53,7 @@ def build_report(
 ) -> Report:
     """The report of some result rows."""
     cells = summarise(rows)
-    colors = _colors(cells)
+    colors = charts.method_colors(cell.method for cell in cells)
     sections = [
         _throughput(cells, colors),
         _latency(cells, colors),
@@ -67,21 +62,12 @@ def build_report(
         _limit(cells, limits),
         *([_costs(cells, cost)] if cost else []),
         _numbers(cells),
-        _origin(provenance),
+        origin(provenance),
     ]
     title = f"Replay of {rows[0].workload.replace('+', ', ')}"
     told, doubted = verdict(cells), doubts(cells, rows)
     intro = _introduction(rows, provenance)
-    return Report(
-        html=html_page(title, intro, told, doubted, sections),
-        markdown=markdown_page(title, intro, told, doubted, sections),
-    )
-
-
-def _colors(cells: Sequence[CellSummary]) -> dict[str, str]:
-    methods = list(dict.fromkeys(cell.method for cell in cells))
-    others = iter(PALETTE[1:] * 4)
-    return {method: PALETTE[0] if method == "agentspec" else next(others) for method in methods}
+    return report_of(title, intro, told, doubted, sections)
 
 
 def _introduction(rows: Sequence[ResultRow], provenance: str) -> str:
@@ -112,7 +98,7 @@ def _throughput(cells: Sequence[CellSummary], colors: dict[str, str]) -> Section
             low=[cell.tok_s_range[0] for cell in own],
             high=[cell.tok_s_range[1] for cell in own],
             color=colors[method],
-            dashed=method in _DASHED,
+            dashed=method in charts.DASHED,
         )
         for method, own in _by_method(cells).items()
     ]
@@ -152,7 +138,7 @@ def _latency(cells: Sequence[CellSummary], colors: dict[str, str]) -> Section:
                 x=[cell.concurrency for cell in own],
                 y=[_turn(cell, name) or 0.0 for cell in own],
                 color=colors[method],
-                dashed=method in _DASHED,
+                dashed=method in charts.DASHED,
             )
             for method, own in _by_method(cells).items()
         ]
@@ -172,7 +158,7 @@ def _latency(cells: Sequence[CellSummary], colors: dict[str, str]) -> Section:
             x=cell.turn_quantiles,
             y=[100 * index / (len(cell.turn_quantiles) - 1) for index in range(len(cell.turn_quantiles))],
             color=colors[cell.method],
-            dashed=cell.method in _DASHED,
+            dashed=cell.method in charts.DASHED,
         )
         for cell in cells
         if cell.concurrency == highest and len(cell.turn_quantiles) > 1
@@ -263,7 +249,7 @@ def _steps(cells: Sequence[CellSummary], colors: dict[str, str]) -> Section:
             x=list(cell.batch_histogram),
             y=_cumulative(list(cell.batch_histogram.values())),
             color=colors[cell.method],
-            dashed=cell.method in _DASHED,
+            dashed=cell.method in charts.DASHED,
         )
         for cell in here
         if cell.batch_histogram
@@ -362,12 +348,12 @@ def _numbers(cells: Sequence[CellSummary]) -> Section:
             str(cell.concurrency),
             f"{cell.tok_s:.1f}",
             "-" if cell.speedup is None else f"{cell.speedup:.2f}",
-            _number(cell.ttft_p50, 2),
-            _number(None if cell.tpot_p50 is None else 1e3 * cell.tpot_p50, 1),
-            _number(cell.turn_p50, 2),
-            _number(cell.turn_p95, 2),
-            _number(cell.turn_p99, 2),
-            _number(cell.task_p50, 1),
+            number(cell.ttft_p50, 2),
+            number(None if cell.tpot_p50 is None else 1e3 * cell.tpot_p50, 1),
+            number(cell.turn_p50, 2),
+            number(cell.turn_p95, 2),
+            number(cell.turn_p99, 2),
+            number(cell.task_p50, 1),
             f"{cell.tokens_per_step:.2f}",
             f"{cell.rejected_share:.0%}" if cell.drafted_per_token else "-",
             f"{cell.draft_ms_per_step:.2f}",
@@ -384,16 +370,3 @@ def _numbers(cells: Sequence[CellSummary]) -> Section:
         html=html_table(heading, table),
         markdown=markdown_table(heading, table),
     )
-
-
-def _origin(provenance: str) -> Section:
-    return Section(
-        title="Where this comes from",
-        lead="Command, versions, machine, engine arguments of every method, and hashes of the recordings.",
-        html=f"<details><summary>Provenance</summary><pre>{escape(provenance)}</pre></details>",
-        markdown=f"```json\n{provenance.strip()}\n```\n",
-    )
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"

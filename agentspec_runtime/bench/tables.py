@@ -182,7 +182,7 @@ def _factor(cell: CellSummary) -> str:
 def lived(rows: Sequence[LiveRow]) -> Table:
     """One line per cell of a live run."""
     table = Table(title="Live", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("method", "c"):
+    for heading in ("method", "c", "repeat"):
         table.add_column(heading)
     headings = ("tasks", "solved", "failed", "tasks/h", "tok/s", "task P50 s", "task P95 s", "rejected")
     for heading in (*headings, "cost/task", "cost/solved"):
@@ -191,6 +191,7 @@ def lived(rows: Sequence[LiveRow]) -> Table:
         table.add_row(
             row.method,
             str(row.concurrency),
+            str(row.repeat),
             str(row.tasks),
             str(row.solved),
             str(row.failed),

@@ -74,6 +74,12 @@ def serve(arguments: Sequence[str], options: ServeOptions, say: Callable[[str], 
             say(f"using vLLM's first model runner ({RUNNER_VARIABLE}=0): the second has no custom proposers")
         if installation.cpu and parsed.dtype == "auto" and not has_fast_bfloat16():
             say("this processor emulates bfloat16: --dtype float32 is several times faster, if memory allows")
+        if parsed.enable_lora and not options.plain:
+            length = parsed.speculative_config["num_speculative_tokens"]
+            say(
+                f"LoRA: drafts of at most {length} tokens, so that those of all requests fit into a step; "
+                "for longer ones raise --max-num-batched-tokens or lower --max-num-seqs"
+            )
         say(plan.command)
         say(f"starting after {time.monotonic() - started_s:.0f} s; Ctrl-C stops")
 

@@ -95,6 +95,10 @@ class VllmParser(Protocol):
         """The arguments less those that set one of `dests`."""
         ...
 
+    def batch_limits(self, given: Mapping[str, object]) -> tuple[int, int]:
+        """Tokens and requests that a step may have at most, vLLM's defaults where nothing is given."""
+        ...
+
 
 def plan_server(
     arguments: Sequence[str],
@@ -119,7 +123,7 @@ def plan_server(
     merged: list[str] = []
     if not options.plain:
         _refuse_contradictions(given, environment)
-        ours, merged = _scheduler_arguments(given, options, cpu=cpu)
+        ours, merged = _scheduler_arguments(given, options, _draft_length(given, parser), cpu=cpu)
         if RUNNER_VARIABLE not in environment:
             variables[RUNNER_VARIABLE] = "0"
     if "enable_per_request_metrics" not in given and not given.get("disable_log_stats"):
@@ -195,16 +199,32 @@ def _speculative(given: Mapping[str, object]) -> dict[str, object]:
     return {str(key).replace("-", "_"): value for key, value in merged.items()}
 
 
-def _scheduler_arguments(
-    given: Mapping[str, object], options: ServeOptions, *, cpu: bool
-) -> tuple[list[str], list[str]]:
-    """Arguments that the user did not give, and the two merged settings."""
-    length = _speculative(given).get("num_speculative_tokens", DEFAULT_NUM_SPECULATIVE_TOKENS)
+def _draft_length(given: Mapping[str, object], parser: VllmParser) -> int:
+    """Draft tokens of a request at most. With LoRA, all of a step must fit into it (vLLM's arg_utils.py)."""
+    asked = _speculative(given).get("num_speculative_tokens")
+    length = DEFAULT_NUM_SPECULATIVE_TOKENS if asked is None else asked
     if not isinstance(length, int) or isinstance(length, bool) or length < 1:
         raise ConfigurationError(
             f"num_speculative_tokens {length!r}: expected a whole number from 1 "
             "(--speculate off drafts nothing)"
         )
+    if not given.get("enable_lora"):
+        return length
+    tokens, requests = parser.batch_limits(given)
+    room = tokens // requests - 1
+    if room < 1 or (asked is not None and length > room):
+        raise ConfigurationError(
+            f"--enable-lora with drafts of {length} tokens: vLLM needs --max-num-batched-tokens ({tokens}) "
+            f"to be at least --max-num-seqs ({requests}) x {length + 1}. Raise the first, lower the second"
+            + (f", or --spec-tokens {room}" if room > 0 else "")
+        )
+    return min(length, room)
+
+
+def _scheduler_arguments(
+    given: Mapping[str, object], options: ServeOptions, length: int, *, cpu: bool
+) -> tuple[list[str], list[str]]:
+    """Arguments that the user did not give, and the two merged settings."""
     ours = engine_args(options.config, num_speculative_tokens=length, cpu=cpu, assist=options.assist)
     _refuse_other_drafters(_speculative(given), ours.kwargs["speculative_config"])
     plain: list[str] = ["--scheduler-cls", SCHEDULER, "--no-async-scheduling"]

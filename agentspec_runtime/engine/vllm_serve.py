@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Final, cast
 
+from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.logger import configure_logging_from_args
+from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 __all__ = ["VllmServe"]
@@ -61,6 +64,17 @@ class VllmServe:
             else:
                 kept.append(argument)
         return kept
+
+    def batch_limits(self, given: Mapping[str, object]) -> tuple[int, int]:
+        """Tokens and requests that a step may have at most, vLLM's defaults where nothing is given."""
+        workers = [given.get(f"{kind}_parallel_size", 1) for kind in ("pipeline", "tensor")]
+        defaults = EngineArgs.get_batch_defaults(math.prod(int(str(size)) for size in workers))
+        names = ("max_num_batched_tokens", "max_num_seqs")
+        tokens, requests = (
+            int(str(given.get(name) or of[UsageContext.OPENAI_API_SERVER]))
+            for name, of in zip(names, defaults, strict=True)
+        )
+        return tokens, requests
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """All settings, with vLLM's defaults."""

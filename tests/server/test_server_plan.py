@@ -98,6 +98,23 @@ def test_nothing_given_serves_the_embedded_model_with_our_scheduler(plan):
     )
 
 
+def test_drafts_with_lora_fit_into_the_step_that_vllm_reserves(plan):
+    """vLLM refuses to start otherwise; its own default for CPUs is 2,048 tokens for 128 requests."""
+    _, parsed = plan("--enable-lora")
+    assert parsed.speculative_config["num_speculative_tokens"] == 15
+    for limits in (["--max-num-batched-tokens=8192"], ["--max-num-seqs=8", "--max-num-batched-tokens=264"]):
+        _, parsed = plan("--enable-lora", *limits)
+        assert parsed.speculative_config["num_speculative_tokens"] == 32
+    _, parsed = plan("--enable-lora", "--spec-tokens=7")
+    assert parsed.speculative_config["num_speculative_tokens"] == 7
+    with pytest.raises(ConfigurationError, match=r"\(2048\).*\(128\) x 17.*--spec-tokens 15"):
+        plan("--enable-lora", "--spec-tokens=16")
+    with pytest.raises(ConfigurationError, match=r"x 33\. Raise the first, lower the second$"):
+        plan("--enable-lora", "--max-num-seqs=2048")
+    _, parsed = plan("--enable-lora", "--max-num-seqs=2048", options=PLAIN)
+    assert parsed.speculative_config is None
+
+
 def test_plain_is_the_same_server_without_speculation(plan):
     made, parsed = plan(options=PLAIN)
     assert parsed.model_tag == "/models/tiny"

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import typer
 
 from agentspec_runtime.bench import engine_commands, offline_commands
@@ -16,6 +20,27 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+@app.callback()
+def bench(context: typer.Context) -> None:
+    """Whatever a command has started ends with it, also when it is told to end."""
+    context.with_resource(_told_to_end())
+
+
+@contextmanager
+def _told_to_end() -> Iterator[None]:
+    """SIGTERM (`timeout`, a CI job that is cancelled) does what Ctrl-C does: every `finally` runs."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
 
 # In the order in which one would use them; the help shows it.
 app.command()(offline_commands.simulate)

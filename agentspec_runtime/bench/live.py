@@ -189,7 +189,8 @@ def run_jobs(
         with lock:
             outcomes.append(outcome)
 
-    with ThreadPoolExecutor(max_workers=concurrency) as pool:
+    pool = ThreadPoolExecutor(max_workers=concurrency)
+    try:
         due_s = begin
         pending = []
         for job in jobs:
@@ -199,6 +200,8 @@ def run_jobs(
             pending.append(pool.submit(run, job, due_s if rate_per_s is not None else None))
         for future in pending:
             future.result()
+    finally:  # who is interrupted must not wait for all that was still to be run
+        pool.shutdown(wait=False, cancel_futures=True)
     return outcomes, time.perf_counter() - begin
 
 

@@ -2,7 +2,8 @@
 
 The index is that of an LZ77 compressor: a hash of the last `order` tokens leads to the newest position
 that followed the same hash, links lead to older ones. Hash collisions are harmless, since every
-candidate is compared token by token, which also yields its exact match length.
+candidate is compared token by token, which also yields its exact match length, and beyond the first
+difference how far the two texts agree again: a copy in which a name was changed is told from an accident.
 """
 
 from __future__ import annotations
@@ -21,6 +22,15 @@ MAX_MATCH: Final = 48
 _ENOUGH_LONG: Final = 8
 """Occurrences with a match of `MAX_MATCH` after which the search stops: in repetitive text there are
 thousands, and they agree."""
+
+_GAP_OWN: Final = (1, 0, 1, 2, 1, 2, 0, 2, 3, 1, 3)
+_GAP_OTHER: Final = (1, 1, 0, 1, 2, 2, 2, 0, 1, 3, 3)
+"""Tokens left out on either side of a gap: one for one, put in, taken out, and so on up to three. The order
+decides nothing, the longest agreement beyond does."""
+
+_MAX_BEYOND: Final = 16
+_MIN_BEYOND: Final = 3
+"""Fewer tokens agree by chance. Two gaps instead of one, or 32 tokens beyond, gained nothing."""
 
 _ORDERS = ORDERS
 _NUM_ORDERS = len(ORDERS)
@@ -51,12 +61,29 @@ def insert_positions(text, base, size, start, end):
 
 
 @njit(cache=True)
-def find_candidates(text, own_base, own_len, base, size, length, limit, arena, pos, match, where, count):
+def _agree_beyond(tokens, own, other, own_base, base):
+    """Tokens that agree beyond a gap, which begins with the differing tokens at `own` and `other`."""
+    best = 0
+    for gap in range(len(_GAP_OWN)):
+        i = own - _GAP_OWN[gap]
+        j = other - _GAP_OTHER[gap]
+        n = 0
+        while n < _MAX_BEYOND and i - n >= own_base and j - n >= base and tokens[i - n] == tokens[j - n]:
+            n += 1
+        best = max(best, n)
+    return best if best >= _MIN_BEYOND else 0
+
+
+@njit(cache=True)
+def find_candidates(
+    text, own_base, own_len, base, size, length, limit, arena, pos, match, beyond, where, count
+):
     """Occurrences of the last tokens of the own extent in another extent (or in itself).
 
     Fills `pos` (position of the continuation), `match` (length of the common context, at most
-    `MAX_MATCH`) and `where` (= `arena`) from `count` on, newest first, at most `limit` of them, all
-    found by the longest context order that occurs. Returns the new count.
+    `MAX_MATCH`), `beyond` (tokens in agreement beyond a gap, at most `_MAX_BEYOND`) and `where` (= `arena`)
+    from `count` on, newest first, at most `limit` of them, all found by the longest context order that
+    occurs. Returns the new count.
     """
     tokens, links, heads = text
     first = count
@@ -79,6 +106,10 @@ def find_candidates(text, own_base, own_len, base, size, length, limit, arena, p
             if m >= order and q < length:
                 pos[count] = q
                 match[count] = m
+                beyond[count] = 0
+                if m < MAX_MATCH:
+                    at = own_base + own_len - 1 - m
+                    beyond[count] = _agree_beyond(tokens, at, base + q - 1 - m, own_base, base)
                 where[count] = arena
                 count += 1
                 if m >= MAX_MATCH:

@@ -2,9 +2,11 @@
 
 `draft_rows` walks all requests of a step. At each depth the occurrences that are still in agreement
 with the draft vote on the next token, each with weight (match / longest match)^8, so the longest wins
-nearly always and ties are voted. The two best-voted tokens are scored by the survival model, the more
-probable one is drafted, the occurrences that disagree drop out. The walk ends where survival falls
-below the price, and scores one slot beyond it, for the label that comes for free.
+nearly always and ties are voted. A match counts with what agrees beyond its first difference, so that a
+copy in which something was changed wins over a passage that has the last words in common. The two
+best-voted tokens are scored by the survival model, the more probable one is drafted, the occurrences that
+disagree drop out. The walk ends where survival falls below the price, and scores one slot beyond it, for
+the label that comes for free.
 
 `observe_rows` takes the emitted tokens back in: labels for the scored slots, the block automaton, the
 request's own text and index.
@@ -97,6 +99,7 @@ def draft_rows(
     """
     pos = np.empty(3 * limit, np.int64)
     match = np.empty(3 * limit, np.int64)
+    beyond = np.empty(3 * limit, np.int64)
     where = np.empty(3 * limit, np.int64)
     alive = np.empty(3 * limit, np.int64)
     proposals = np.empty(3 * limit, np.int64)
@@ -105,7 +108,7 @@ def draft_rows(
     for a in range(asked.size):
         r = asked[a]
         row = rows[r]
-        n = _gather(text, row, limit, pos, match, where)
+        n = _gather(text, row, limit, pos, match, beyond, where)
         for i in range(n):
             alive[i] = i
         drafted = ids[a]
@@ -118,7 +121,7 @@ def draft_rows(
             n = _propose(text.tokens, row, pos, where, d, drafted, alive, proposals, n)
             if n == 0:
                 break
-            distinct, total = _vote(proposals, alive, n, match, ballot, weight)
+            distinct, total = _vote(proposals, alive, n, match, beyond, ballot, weight)
             u, p = _choose(
                 r,
                 row,
@@ -162,23 +165,23 @@ def draft_rows(
 
 
 @njit(cache=True)
-def _gather(text, row, limit, pos, match, where):
+def _gather(text, row, limit, pos, match, beyond, where):
     """Occurrences of the present context in the request's own text, its session and the corpus."""
     n = 0
     if row[_INDEXED] > 0:
         n = find_candidates(
             text, row[_BASE], row[_LENGTH], row[_BASE], row[_SIZE], row[_LENGTH], limit, _OWN, pos, match,
-            where, n
+            beyond, where, n
         )  # fmt: skip
     if row[_SESSION_LENGTH] > 0:
         n = find_candidates(
             text, row[_BASE], row[_LENGTH], row[_SESSION_BASE], row[_SESSION_SIZE], row[_SESSION_LENGTH],
-            limit, _SESSION, pos, match, where, n
+            limit, _SESSION, pos, match, beyond, where, n
         )  # fmt: skip
     if row[_CORPUS_LENGTH] > 0:
         n = find_candidates(
             text, row[_BASE], row[_LENGTH], row[_CORPUS_BASE], row[_CORPUS_SIZE], row[_CORPUS_LENGTH],
-            limit, _CORPUS, pos, match, where, n
+            limit, _CORPUS, pos, match, beyond, where, n
         )  # fmt: skip
     return n
 
@@ -214,19 +217,19 @@ def _propose(tokens, row, pos, where, d, drafted, alive, proposals, n):
 
 
 @njit(cache=True)
-def _vote(proposals, alive, n, match, ballot, weight):
+def _vote(proposals, alive, n, match, beyond, ballot, weight):
     """Tally proposals; returns (distinct tokens, total weight).
 
     `ballot` lines: token, votes, longest match among its voters, the voter that has it.
     """
     top = 0
     for j in range(n):
-        top = max(top, match[alive[j]])
+        top = max(top, match[alive[j]] + beyond[alive[j]])
     distinct = 0
     total = 0.0
     for j in range(n):
         i = alive[j]
-        w = match[i] / top
+        w = (match[i] + beyond[i]) / top
         w *= w
         w *= w
         w *= w

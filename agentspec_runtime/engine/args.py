@@ -168,10 +168,10 @@ def engine_args(
         async_scheduling=False,
         additional_config={ADDITIONAL_CONFIG_KEY: settings},
     )
-    if cpu and assist:
+    if cpu:
         kwargs["worker_cls"] = CPU_WORKER
-    elif cpu:
-        kwargs["distributed_executor_backend"] = EXECUTOR
+        if not assist:
+            kwargs["distributed_executor_backend"] = EXECUTOR
     if per_request_metrics:
         kwargs["per_request_spec_decode_metrics"] = "detailed"
     if kv_cache_memory_bytes is not None:

@@ -19,6 +19,7 @@ from typing import Final, Protocol
 from pydantic import ValidationError
 
 from agentspec_runtime.engine.args import (
+    CPU_WORKER,
     DEFAULT_NUM_SPECULATIVE_TOKENS,
     RUNNER_VARIABLE,
     SCHEDULER,
@@ -139,6 +140,8 @@ def plan_server(
     if cpu:
         wanted = cpu_environment(() if _SEVERAL_WORKERS & given.keys() else cores)
         variables.update((name, value) for name, value in wanted.items() if name not in environment)
+    if cpu and "worker_cls" not in given:
+        ours += ["--worker-cls", CPU_WORKER]
     ours += ["--middleware", MIDDLEWARE]
     ours += _otlp_arguments(given, options.otlp, environment, variables)
     _plan_tenants(given, options.tenant_from, environment, variables)
@@ -228,16 +231,14 @@ def _scheduler_arguments(
     ours = engine_args(options.config, num_speculative_tokens=length, cpu=cpu, assist=options.assist)
     _refuse_other_drafters(_speculative(given), ours.kwargs["speculative_config"])
     plain: list[str] = ["--scheduler-cls", SCHEDULER, "--no-async-scheduling"]
-    executor, worker = ours.kwargs.get("distributed_executor_backend"), ours.kwargs.get("worker_cls")
+    executor = ours.kwargs.get("distributed_executor_backend")
     if executor and "distributed_executor_backend" not in given:
         plain += ["--distributed-executor-backend", executor]
-    if worker:
-        if given.get("worker_cls", worker) != worker:
-            raise ConfigurationError(
-                f"--worker-cls {given['worker_cls']} with --assist on a CPU: ours repairs the sampling of "
-                "drafts there (vLLM issue 55005). Leave one of them out"
-            )
-        plain += ["--worker-cls", worker]
+    if cpu and options.assist and given.get("worker_cls", CPU_WORKER) != CPU_WORKER:
+        raise ConfigurationError(
+            f"--worker-cls {given['worker_cls']} with --assist on a CPU: ours repairs the sampling of "
+            "drafts there (vLLM issue 55005). Leave one of them out"
+        )
     if "per_request_spec_decode_metrics" not in given:
         plain += ["--per-request-spec-decode-metrics", "detailed"]
     merged = dotted("--speculative-config", {**_speculative(given), **ours.kwargs["speculative_config"]})

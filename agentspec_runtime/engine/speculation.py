@@ -415,11 +415,15 @@ class Speculation:
                 live = self._live.get(output.request_id)
                 if live is None:
                     continue
-                self._drafter.finish(output.request_id, keep=False)
-                if self._assist is not None:
-                    self._assist.finish(output.request_id)
+                self._guard("finish", partial(self._drop, output.request_id))
                 if output.finish_reason is not None and output.request_id not in requests:
-                    self.finish(live.request, str(output.finish_reason))
+                    self._guard("finish", partial(self.finish, live.request, str(output.finish_reason)))
+
+    def _drop(self, req_id: str) -> None:
+        """No more drafts for a request, of whose text something may be missing."""
+        if self._assist is not None:
+            self._assist.finish(req_id)
+        self._drafter.finish(req_id, keep=False)
 
     def close(self) -> None:
         """The engine shuts down."""

@@ -1,17 +1,23 @@
-"""vLLM's CPU worker with two things more, for model drafters beside ours (`--assist`). Use by `--worker-cls`.
+"""vLLM's CPU worker, put right in three places. Use by `--worker-cls`; every server of ours on a CPU does.
 
-- Sampling of drafts put right (`cpu_sampling.py`); without `--assist` our proposer, which the worker loads,
-  does it.
-- A step that says so (`num_spec_tokens_to_schedule` below 0) runs nothing of the drafter, by the means that
-  vLLM has for requests near the drafter's context limit: here the limit is 0 tokens for that step.
+- A request with a `seed` whose prompt is computed in several steps does not end the engine. After each but
+  the last of them vLLM winds the request's random generator back (`_bookkeeping_sync`), which generators on a
+  CPU cannot do. Here it is kept out of such a step: nothing is drawn from it that would have to be put back.
+- Sampling of drafts follows the request's temperature (`cpu_sampling.py`), whoever made the drafts.
+- A step that says so (`num_spec_tokens_to_schedule` below 0) runs nothing of a model drafter, by the means
+  that vLLM has for requests near the drafter's context limit: here the limit is 0 tokens for that step.
 
-Written for vLLM 0.32 (vllm/v1/worker/gpu_model_runner.py, `_input_fits_in_drafter`).
+Written for vLLM 0.32 (vllm/v1/worker/gpu_model_runner.py, `_bookkeeping_sync`, `_input_fits_in_drafter`).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from agentspec_runtime.engine.cpu_sampling import repair_cpu_sampling
@@ -19,8 +25,9 @@ from agentspec_runtime.engine.cpu_sampling import repair_cpu_sampling
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-__all__ = ["RepairedCPUWorker"]
+__all__ = ["RepairedCPUWorker", "kept_out"]
 
+_T = TypeVar("_T")
 _LIMIT = "effective_drafter_max_model_len"
 
 
@@ -41,3 +48,21 @@ class RepairedCPUWorker(CPUWorker):
         if self._drafter_limit is not None:
             setattr(self.model_runner, _LIMIT, 0 if leave_out else self._drafter_limit)
         return super().execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """See `Worker.sample_tokens`."""
+        batch = self.model_runner.input_batch
+        discarded = self.model_runner.discard_request_mask.np[: batch.num_reqs]
+        with kept_out(batch.generators, discarded):
+            return super().sample_tokens(grammar_output)
+
+
+@contextmanager
+def kept_out(generators: MutableMapping[int, _T], discarded: npt.NDArray[np.bool_]) -> Iterator[None]:
+    """Without the generators of those rows, bool[R], whose sampled token is thrown away; then with them."""
+    rows = [row for row in map(int, np.flatnonzero(discarded)) if row in generators] if generators else []
+    kept = {row: generators.pop(row) for row in rows}
+    try:
+        yield
+    finally:
+        generators.update(kept)

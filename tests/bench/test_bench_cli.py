@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,34 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     chat = [{"role": "user", "content": words}, {"role": "assistant", "content": f"so: {words}"}]
     save_recording(tmp_path / "runs.jsonl", messages=chat, tools=[])
     return tmp_path
+
+
+def test_sigterm_ends_a_command_and_what_it_has_started() -> None:
+    """`kill`, `timeout` and cancelled CI jobs left a server with gigabytes of weights behind."""
+    program = textwrap.dedent(
+        """
+        import time
+        from agentspec_runtime.bench.cli import app
+        import agentspec_runtime.bench.live as live
+
+        def run(plan, **_):
+            try:
+                print("ready", flush=True)
+                time.sleep(60)
+            finally:
+                print("server ended", flush=True)
+
+        live.live = run
+        app(args=["live", "--out", "unused"], prog_name="agentspec bench")
+        """
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.terminate()
+    told, _ = process.communicate(timeout=20)
+    assert told.startswith("server ended")
+    assert process.returncode not in (0, -signal.SIGTERM)
 
 
 def test_help_of_every_command_loads_nothing_heavy() -> None:

@@ -76,6 +76,24 @@ def test_an_open_loop_counts_the_wait_for_a_slot() -> None:
     assert max(one.seconds for one in outcomes) > 0.2
 
 
+def test_who_interrupts_does_not_wait_for_what_was_still_to_be_run() -> None:
+    """Ctrl-C once ran every remaining agent first."""
+    begun: list[float] = []
+
+    def interrupted(due_s: float) -> TaskOutcome:
+        raise KeyboardInterrupt
+
+    def slow(due_s: float) -> TaskOutcome:
+        begun.append(due_s)
+        time.sleep(0.2)
+        return outcome(True, 0.2)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_jobs([interrupted, *[slow] * 50], 1)
+    time.sleep(0.5)
+    assert len(begun) <= 2
+
+
 def test_reflexion_agents_on_a_server_are_judged_by_their_tests(tmp_path: Path) -> None:
     """The first answer is wrong, the second right: solved in two attempts, three calls, one session."""
     tasks = tmp_path / "tasks.jsonl"

@@ -33,7 +33,7 @@ class Extent:
 
     def candidates(self, limit: int) -> list[tuple[int, int]]:
         """(position, match length) of the occurrences of the text's own end."""
-        pos, match, where = (np.zeros(limit, np.int64) for _ in range(3))
+        pos, match, beyond, where = (np.zeros(limit, np.int64) for _ in range(4))
         n = find_candidates(
             self.slab.text,
             self.base,
@@ -45,9 +45,11 @@ class Extent:
             0,
             pos,
             match,
+            beyond,
             where,
             0,
         )
+        self.beyond = beyond[:n].tolist()
         return [(int(p), int(m)) for p, m in zip(pos[:n], match[:n], strict=True)]
 
 
@@ -94,14 +96,39 @@ def test_searches_another_extent_as_far_as_it_is_indexed(
     slab.tokens[own_base : own_base + len(own)] = own
     slab.tokens[base : base + len(other)] = other
     insert_positions(slab.text, base, size, 0, indexed)
-    pos, match, where = (np.zeros(400, np.int64) for _ in range(3))
-    n = find_candidates(slab.text, own_base, len(own), base, size, indexed, 200, 2, pos, match, where, 1)
+    pos, match, beyond, where = (np.zeros(400, np.int64) for _ in range(4))
+    n = find_candidates(
+        slab.text, own_base, len(own), base, size, indexed, 200, 2, pos, match, beyond, where, 1
+    )
     truth = matches(own, other[:indexed], MAX_MATCH)
     order = next((o for o in ORDERS if any(m >= o for m in truth.values())), None)
     wanted = sorted((p for p, m in truth.items() if order and m >= order), reverse=True)
     assert pos[1:n].tolist() == wanted
     assert match[1:n].tolist() == [truth[p] for p in wanted]
     assert set(where[1:n].tolist()) <= {2}
+    assert beyond[1:n].tolist() == [agree_beyond(own, other[:p], truth[p]) for p in wanted]
+
+
+def agree_beyond(own: list[int], other: list[int], match: int) -> int:
+    """By slices: the longest common end of both texts, up to three tokens beyond the match left out."""
+    gaps = [(1, 1), (0, 1), (1, 0), (2, 1), (1, 2), (2, 2), (0, 2), (2, 0), (3, 1), (1, 3), (3, 3)]
+    longest = 0
+    for left, right in gaps if match < MAX_MATCH else []:
+        a, b = own[: max(len(own) - match - left, 0)], other[: max(len(other) - match - right, 0)]
+        n = 0
+        while n < min(16, len(a), len(b)) and a[len(a) - 1 - n] == b[len(b) - 1 - n]:
+            n += 1
+        longest = max(longest, n)
+    return longest if longest >= 3 else 0
+
+
+def test_a_copy_with_a_changed_name_is_told_from_an_accident() -> None:
+    copied = [11, 12, 13, 14, 15, 16, 1, 2]  # then 3
+    accident = [21, 22, 23, 24, 25, 26, 1, 2]  # then 4
+    now = [11, 12, 13, 14, 15, 17, 1, 2]
+    extent = Extent([*copied, 3, 0, *accident, 4, 0, *now])
+    found = dict(zip(extent.candidates(12), extent.beyond, strict=True))
+    assert found == {(18, 2): 0, (8, 2): 5}
 
 
 @pytest.mark.parametrize("period", [1, 2, 7])

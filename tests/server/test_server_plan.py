@@ -82,6 +82,7 @@ def test_nothing_given_serves_the_embedded_model_with_our_scheduler(plan):
     assert parsed.scheduler_cls == SCHEDULER
     assert parsed.async_scheduling is False
     assert parsed.distributed_executor_backend == EXECUTOR
+    assert parsed.worker_cls == CPU_WORKER
     assert parsed.speculative_config == {
         "method": "custom_class",
         "model": PROPOSER,
@@ -120,6 +121,9 @@ def test_plain_is_the_same_server_without_speculation(plan):
     assert parsed.model_tag == "/models/tiny"
     assert (parsed.scheduler_cls, parsed.speculative_config, parsed.async_scheduling) == (None, None, None)
     assert parsed.additional_config == {}
+    assert parsed.worker_cls == CPU_WORKER
+    assert plan("--worker-cls=my.Worker", options=PLAIN)[1].worker_cls == "my.Worker"
+    assert plan(options=PLAIN, cpu=False)[1].worker_cls == "auto"
     assert parsed.per_request_spec_decode_metrics == "none"
     assert parsed.middleware == ["agentspec_runtime.engine.middleware.AgentSpecMiddleware"]
     assert made.environment == {"VLLM_USE_AOT_COMPILE": "0"}

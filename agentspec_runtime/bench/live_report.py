@@ -33,6 +33,8 @@ from agentspec_runtime.bench.summary import Cost, agents
 __all__ = ["build_live_report", "write_live_report"]
 
 _REFERENCE: Final = "plain"
+_OTHER_TEXT: Final = 0.05
+"""From 5 % more or less text per task on, a difference of tasks per hour is told apart from one of speed."""
 _CHANCE: Final = 1.96
 """Standard errors that a difference of solved shares must pass: 95 % of chance differences do not."""
 
@@ -59,6 +61,10 @@ class _Cell:
     @property
     def solved(self) -> int:
         return sum(row.solved for row in self.rows)
+
+    @property
+    def failed(self) -> int:
+        return sum(row.failed for row in self.rows)
 
     @property
     def seconds_per_solved(self) -> float | None:
@@ -149,9 +155,10 @@ def _verdict(cells: Sequence[_Cell]) -> list[str]:
             if cell.seconds_per_solved and plain.seconds_per_solved:
                 share = cell.seconds_per_solved / plain.seconds_per_solved
                 sentence += f", a solved task took {share:.2f}x the machine time"
-            sentences.append(
-                f"{sentence}; solved {cell.solved} of {cell.tasks}, plain {plain.solved} of {plain.tasks}."
-            )
+            sentence += f"; solved {cell.solved} of {cell.tasks}, plain {plain.solved} of {plain.tasks}"
+            if cell.failed or plain.failed:
+                sentence += f". Agents raised ({cell.failed} and {plain.failed}), so this is no comparison"
+            sentences.append(f"{sentence}.")
     if not sentences:
         best = max(cells, key=lambda cell: cell.solved)
         where = f"{best.method} at {agents(best.concurrency)}"
@@ -170,18 +177,26 @@ def _doubts(cells: Sequence[_Cell]) -> list[str]:
         found.append("There is no plain row, so no factor can be stated: add plain to --methods.")
     if max(len(cell.rows) for cell in cells) == 1:
         found.append("One repeat: there is no spread. --repeat 3.")
-    if failed := sum(row.failed for cell in cells for row in cell.rows):
+    if failed := sum(cell.failed for cell in cells):
         found.append(
             f"{failed} agents raised instead of ending: see `failed` of the outcomes in {LIVE_FILE}."
         )
     for concurrency, here in _by_concurrency(cells).items():
         if plain := here.get(_REFERENCE):
-            found += [
-                _chance(concurrency, cell, plain)
-                for cell in here.values()
-                if cell is not plain and cell.tasks
-            ]
+            others = [cell for cell in here.values() if cell is not plain and cell.tasks]
+            found += [_chance(concurrency, cell, plain) for cell in others]
+            found += [told for cell in others if (told := _other_text(concurrency, cell, plain))]
     return found
+
+
+def _other_text(concurrency: int, cell: _Cell, plain: _Cell) -> str:
+    """How much of a difference is text that was or was not written; "" where it is the same."""
+    more = cell.tokens_per_task / plain.tokens_per_task - 1 if plain.tokens_per_task else 0.0
+    if abs(more) < _OTHER_TEXT:
+        return ""
+    own, reference = (one.middle(lambda row: row.tok_s) or 0.0 for one in (cell, plain))
+    speed = f" Per token {cell.method} had {own / reference:.2f}x the throughput." if reference else ""
+    return f"At {agents(concurrency)} {cell.method} wrote {more:+.0%} text per task against plain.{speed}"
 
 
 def _chance(concurrency: int, cell: _Cell, plain: _Cell) -> str:
@@ -334,7 +349,7 @@ def _numbers(cells: Sequence[_Cell]) -> Section:
             str(len(cell.rows)),
             str(cell.tasks),
             str(cell.solved),
-            str(sum(row.failed for row in cell.rows)),
+            str(cell.failed),
             number(cell.middle(lambda row: row.tasks_per_hour), 0),
             number(cell.middle(lambda row: row.tok_s), 1),
             f"{cell.tokens_per_task:.0f}",

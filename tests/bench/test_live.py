@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal
 
@@ -182,9 +182,14 @@ def test_the_report_pairs_repeats_and_tells_chance_from_difference() -> None:
     # 1.96 * sqrt(0.5 * 0.5 * 2 / 40) = 0.219
     assert "solved +0% of the tasks against plain; differences within ±22% are chance" in told
     assert "raised" not in told
+    assert "text per task" not in told
+    wordy = [rows[0], replace(rows[1], out_tokens=900, tok_s=18.0)]
+    told = build_live_report(wordy, "{}", None).markdown
+    assert "agentspec wrote -10% text per task against plain. Per token agentspec had 1.80x" in told
     worse = [*rows[:2], row_of("agentspec", 1, wall_s=100.0, solved=0, failed="x"), rows[3]]
     told = build_live_report(worse, "{}", None).markdown
     assert "20 agents raised" in told
+    assert "Agents raised (20 and 0), so this is no comparison." in told
     # 11 + 0 of 40 against 20 of 40: pooled 0.3875, bound 0.214, difference -0.225
     assert "solved -22% of the tasks against plain, and differences within ±21% are chance" in told
     assert "this is more" in told

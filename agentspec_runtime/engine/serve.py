@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Final
 
-from agentspec_runtime.engine.args import RUNNER_VARIABLE
+from agentspec_runtime.engine.args import DEFAULT_NUM_SPECULATIVE_TOKENS, RUNNER_VARIABLE
 from agentspec_runtime.engine.compat import require_vllm
 from agentspec_runtime.engine.host import (
     available_memory_bytes,
@@ -74,8 +74,8 @@ def serve(arguments: Sequence[str], options: ServeOptions, say: Callable[[str], 
             say(f"using vLLM's first model runner ({RUNNER_VARIABLE}=0): the second has no custom proposers")
         if installation.cpu and parsed.dtype == "auto" and not has_fast_bfloat16():
             say("this processor emulates bfloat16: --dtype float32 is several times faster, if memory allows")
-        if parsed.enable_lora and not options.plain:
-            length = parsed.speculative_config["num_speculative_tokens"]
+        length = (parsed.speculative_config or {}).get("num_speculative_tokens", 0)
+        if not options.plain and parsed.enable_lora and length < DEFAULT_NUM_SPECULATIVE_TOKENS:
             say(
                 f"LoRA: drafts of at most {length} tokens, so that those of all requests fit into a step; "
                 "for longer ones raise --max-num-batched-tokens or lower --max-num-seqs"

@@ -2,8 +2,9 @@
 
 The index is that of an LZ77 compressor: a hash of the last `order` tokens leads to the newest position
 that followed the same hash, links lead to older ones. Hash collisions are harmless, since every
-candidate is compared token by token, which also yields its exact match length, and beyond the first
-difference how far the two texts agree again: a copy in which a name was changed is told from an accident.
+candidate is compared token by token, which also yields its exact match length. Where occurrences disagree
+on what comes next it counts how far they agree beyond their first difference (`agree_beyond`): a copy in
+which a name was changed is told from an accident.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from numba import int64, njit, uint32
 
 from agentspec_runtime.drafting.slab import ORDERS
 
-__all__ = ["MAX_MATCH", "find_candidates", "insert_positions"]
+__all__ = ["MAX_MATCH", "agree_beyond", "find_candidates", "insert_positions"]
 
 MAX_MATCH: Final = 48
 """Match lengths are counted up to here; longer ones are as good as certain and cost time to count."""
@@ -61,8 +62,15 @@ def insert_positions(text, base, size, start, end):
 
 
 @njit(cache=True)
-def _agree_beyond(tokens, own, other, own_base, base):
-    """Tokens that agree beyond a gap, which begins with the differing tokens at `own` and `other`."""
+def agree_beyond(tokens, own_base, own_len, base, at, match):
+    """Tokens in which the own extent's end and position `at` of another agree beyond their first difference.
+
+    `match`: length of their common context. 0 for fewer than `_MIN_BEYOND`, at most `_MAX_BEYOND`.
+    """
+    if match >= MAX_MATCH:
+        return 0
+    own = own_base + own_len - 1 - match
+    other = base + at - 1 - match
     best = 0
     for gap in range(len(_GAP_OWN)):
         i = own - _GAP_OWN[gap]
@@ -75,15 +83,12 @@ def _agree_beyond(tokens, own, other, own_base, base):
 
 
 @njit(cache=True)
-def find_candidates(
-    text, own_base, own_len, base, size, length, limit, arena, pos, match, beyond, where, count
-):
+def find_candidates(text, own_base, own_len, base, size, length, limit, arena, pos, match, where, count):
     """Occurrences of the last tokens of the own extent in another extent (or in itself).
 
     Fills `pos` (position of the continuation), `match` (length of the common context, at most
-    `MAX_MATCH`), `beyond` (tokens in agreement beyond a gap, at most `_MAX_BEYOND`) and `where` (= `arena`)
-    from `count` on, newest first, at most `limit` of them, all found by the longest context order that
-    occurs. Returns the new count.
+    `MAX_MATCH`) and `where` (= `arena`) from `count` on, newest first, at most `limit` of them, all
+    found by the longest context order that occurs. Returns the new count.
     """
     tokens, links, heads = text
     first = count
@@ -106,10 +111,6 @@ def find_candidates(
             if m >= order and q < length:
                 pos[count] = q
                 match[count] = m
-                beyond[count] = 0
-                if m < MAX_MATCH:
-                    at = own_base + own_len - 1 - m
-                    beyond[count] = _agree_beyond(tokens, at, base + q - 1 - m, own_base, base)
                 where[count] = arena
                 count += 1
                 if m >= MAX_MATCH:

@@ -24,7 +24,7 @@ from numba import njit
 
 from agentspec_runtime.drafting.arrays import RANKS
 from agentspec_runtime.drafting.blocks import advance_block
-from agentspec_runtime.drafting.index import find_candidates, insert_positions
+from agentspec_runtime.drafting.index import agree_beyond, find_candidates, insert_positions
 from agentspec_runtime.drafting.survival import (
     calibrate,
     depth_bucket,
@@ -108,9 +108,11 @@ def draft_rows(
     for a in range(asked.size):
         r = asked[a]
         row = rows[r]
-        n = _gather(text, row, limit, pos, match, beyond, where)
+        n = _gather(text, row, limit, pos, match, where)
         for i in range(n):
             alive[i] = i
+            beyond[i] = 0
+        weighed = False
         drafted = ids[a]
         raw = 1.0
         survives = 1.0
@@ -121,6 +123,9 @@ def draft_rows(
             n = _propose(text.tokens, row, pos, where, d, drafted, alive, proposals, n)
             if n == 0:
                 break
+            if not weighed and _disagree(proposals, n):
+                _weigh(text.tokens, row, pos, where, match, alive, n, beyond)
+                weighed = True
             distinct, total = _vote(proposals, alive, n, match, beyond, ballot, weight)
             u, p = _choose(
                 r,
@@ -165,23 +170,23 @@ def draft_rows(
 
 
 @njit(cache=True)
-def _gather(text, row, limit, pos, match, beyond, where):
+def _gather(text, row, limit, pos, match, where):
     """Occurrences of the present context in the request's own text, its session and the corpus."""
     n = 0
     if row[_INDEXED] > 0:
         n = find_candidates(
             text, row[_BASE], row[_LENGTH], row[_BASE], row[_SIZE], row[_LENGTH], limit, _OWN, pos, match,
-            beyond, where, n
+            where, n
         )  # fmt: skip
     if row[_SESSION_LENGTH] > 0:
         n = find_candidates(
             text, row[_BASE], row[_LENGTH], row[_SESSION_BASE], row[_SESSION_SIZE], row[_SESSION_LENGTH],
-            limit, _SESSION, pos, match, beyond, where, n
+            limit, _SESSION, pos, match, where, n
         )  # fmt: skip
     if row[_CORPUS_LENGTH] > 0:
         n = find_candidates(
             text, row[_BASE], row[_LENGTH], row[_CORPUS_BASE], row[_CORPUS_SIZE], row[_CORPUS_LENGTH],
-            limit, _CORPUS, pos, match, beyond, where, n
+            limit, _CORPUS, pos, match, where, n
         )  # fmt: skip
     return n
 
@@ -214,6 +219,28 @@ def _propose(tokens, row, pos, where, d, drafted, alive, proposals, n):
             proposals[kept] = t
             kept += 1
     return kept
+
+
+@njit(cache=True)
+def _disagree(proposals, n):
+    """Whether it matters who votes with what weight."""
+    for j in range(1, n):  # noqa: SIM110 - numba compiles no generator expressions
+        if proposals[j] != proposals[0]:
+            return True
+    return False
+
+
+@njit(cache=True)
+def _weigh(tokens, row, pos, where, match, alive, n, beyond):
+    """What agrees beyond the first difference, for the living occurrences; all later ones are among them."""
+    for j in range(n):
+        i = alive[j]
+        base = row[_BASE]
+        if where[i] == _SESSION:
+            base = row[_SESSION_BASE]
+        elif where[i] == _CORPUS:
+            base = row[_CORPUS_BASE]
+        beyond[i] = agree_beyond(tokens, row[_BASE], row[_LENGTH], base, pos[i], match[i])
 
 
 @njit(cache=True)

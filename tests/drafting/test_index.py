@@ -10,7 +10,7 @@ from drafting_support import matches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentspec_runtime.drafting.index import MAX_MATCH, find_candidates, insert_positions
+from agentspec_runtime.drafting.index import MAX_MATCH, agree_beyond, find_candidates, insert_positions
 from agentspec_runtime.drafting.slab import ORDERS, Slab
 
 
@@ -33,7 +33,7 @@ class Extent:
 
     def candidates(self, limit: int) -> list[tuple[int, int]]:
         """(position, match length) of the occurrences of the text's own end."""
-        pos, match, beyond, where = (np.zeros(limit, np.int64) for _ in range(4))
+        pos, match, where = (np.zeros(limit, np.int64) for _ in range(3))
         n = find_candidates(
             self.slab.text,
             self.base,
@@ -45,11 +45,13 @@ class Extent:
             0,
             pos,
             match,
-            beyond,
             where,
             0,
         )
-        self.beyond = beyond[:n].tolist()
+        self.beyond = [
+            agree_beyond(self.slab.tokens, self.base, self.length, self.base, p, m)
+            for p, m in zip(pos[:n], match[:n], strict=True)
+        ]
         return [(int(p), int(m)) for p, m in zip(pos[:n], match[:n], strict=True)]
 
 
@@ -96,20 +98,19 @@ def test_searches_another_extent_as_far_as_it_is_indexed(
     slab.tokens[own_base : own_base + len(own)] = own
     slab.tokens[base : base + len(other)] = other
     insert_positions(slab.text, base, size, 0, indexed)
-    pos, match, beyond, where = (np.zeros(400, np.int64) for _ in range(4))
-    n = find_candidates(
-        slab.text, own_base, len(own), base, size, indexed, 200, 2, pos, match, beyond, where, 1
-    )
+    pos, match, where = (np.zeros(400, np.int64) for _ in range(3))
+    n = find_candidates(slab.text, own_base, len(own), base, size, indexed, 200, 2, pos, match, where, 1)
     truth = matches(own, other[:indexed], MAX_MATCH)
     order = next((o for o in ORDERS if any(m >= o for m in truth.values())), None)
     wanted = sorted((p for p, m in truth.items() if order and m >= order), reverse=True)
     assert pos[1:n].tolist() == wanted
     assert match[1:n].tolist() == [truth[p] for p in wanted]
     assert set(where[1:n].tolist()) <= {2}
-    assert beyond[1:n].tolist() == [agree_beyond(own, other[:p], truth[p]) for p in wanted]
+    found = [agree_beyond(slab.tokens, own_base, len(own), base, p, truth[p]) for p in wanted]
+    assert found == [agreement_by_slices(own, other[:p], truth[p]) for p in wanted]
 
 
-def agree_beyond(own: list[int], other: list[int], match: int) -> int:
+def agreement_by_slices(own: list[int], other: list[int], match: int) -> int:
     """By slices: the longest common end of both texts, up to three tokens beyond the match left out."""
     gaps = [(1, 1), (0, 1), (1, 0), (2, 1), (1, 2), (2, 2), (0, 2), (2, 0), (3, 1), (1, 3), (3, 3)]
     longest = 0

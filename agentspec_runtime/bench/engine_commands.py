@@ -16,6 +16,7 @@ from agentspec_runtime.bench.options import (
     KvCacheOption,
     ModelOption,
     MoreTraces,
+    RepeatOption,
     Side,
     SideOption,
     Switch,
@@ -75,7 +76,7 @@ def replay(
     trajectories: Annotated[
         str, typer.Option(help="How many trajectories: one number, or one per concurrency; 'all'.")
     ] = "32",
-    repeat: Annotated[int, typer.Option(min=1, help="Repeats, methods in alternating order.")] = 1,
+    repeat: RepeatOption = 1,
     max_turns: Annotated[int | None, typer.Option(min=1, help="Only the first turns of each.")] = None,
     max_model_len: Annotated[
         int, typer.Option(min=128, help="Context limit for all methods; requests end 64 tokens before it.")
@@ -281,7 +282,7 @@ def live(
     ] = "plain,agentspec",
     concurrency: Annotated[str, typer.Option(help="Agents at the same time.")] = "1,8",
     rounds: Annotated[int, typer.Option(min=1, help="How often every task is run, with other seeds.")] = 2,
-    repeat: Annotated[int, typer.Option(min=1, help="Repeats, methods in alternating order.")] = 1,
+    repeat: RepeatOption = 1,
     attempts: Annotated[int, typer.Option(min=1, help="Trials of an agent at its task.")] = 2,
     temperature: Annotated[float, typer.Option(min=0, help="Of every call.")] = 0.7,
     arrival: Annotated[str, typer.Option(help="closed, or poisson:RATE (agents per second).")] = "closed",

@@ -121,7 +121,7 @@ def live(
     rows: list[LiveRow] = []
     for repeat in range(plan.repeat):
         for method in plan.methods if repeat % 2 == 0 else reversed(plan.methods):
-            for row in _cells(plan, method, repeat, price_per_hour, say):
+            for row in _cells(plan, method, commands[method], repeat, price_per_hour, say):
                 with (plan.out / LIVE_FILE).open("a", encoding="utf-8") as file:
                     file.write(json.dumps(asdict(row)) + "\n")
                 rows.append(row)
@@ -156,12 +156,17 @@ def _seed(plan: LivePlan, repeat: int) -> int:
 
 
 def _cells(
-    plan: LivePlan, method: str, repeat: int, price_per_hour: float | None, say: Callable[[str], None]
+    plan: LivePlan,
+    method: str,
+    command: ServerCommand,
+    repeat: int,
+    price_per_hour: float | None,
+    say: Callable[[str], None],
 ) -> Iterator[LiveRow]:
     """All concurrencies of a method on one fresh server."""
     log = plan.out / f"live-{re.sub(r'[^A-Za-z0-9._-]+', '_', method)}-r{repeat}.log"
     say(f"{method}, repeat {repeat}: starting the server")
-    with running_server(_command(plan, method), log=log, on_wait=lambda _s: None) as server:
+    with running_server(command, log=log, on_wait=lambda _s: None) as server:
         say(f"{method}, repeat {repeat}: ready after {server.started_s:.0f} s")
         for concurrency in plan.concurrency:
             row = _cell(plan, method, concurrency, repeat, server.base_url, price_per_hour)

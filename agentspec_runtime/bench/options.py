@@ -25,6 +25,7 @@ __all__ = [
     "KvCacheOption",
     "ModelOption",
     "MoreTraces",
+    "RepeatOption",
     "Side",
     "SideOption",
     "Switch",
@@ -74,6 +75,7 @@ TemplateOption = Annotated[
         "--chat-template", exists=True, dir_okay=False, help="Chat template instead of the model's."
     ),
 ]
+RepeatOption = Annotated[int, typer.Option(min=1, help="Repeats, methods in alternating order.")]
 EagerOption = Annotated[bool, typer.Option("--eager/--compiled", help="Engine mode, for all methods.")]
 DtypeOption = Annotated[
     str, typer.Option(help="vLLM's --dtype; auto is float32 on a CPU that has no bfloat16.")

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from agentspec_runtime.bench.costs import GoodputRow
 from agentspec_runtime.bench.measure import ResultRow
+from agentspec_runtime.bench.page import number
 from agentspec_runtime.bench.simulate import WorkloadResult
 from agentspec_runtime.bench.summary import CellSummary
 
@@ -137,11 +138,11 @@ def replayed(rows: Sequence[ResultRow]) -> Table:
             str(row.concurrency),
             str(row.repeat),
             f"{row.tok_s:.1f}",
-            _number(row.decode_tok_s, 1),
-            _number(row.ttft_p50, 2),
-            _number(None if row.tpot_p50 is None else 1e3 * row.tpot_p50, 1),
-            _number(row.turn_p50, 2),
-            _number(row.turn_p99, 2),
+            number(row.decode_tok_s, 1),
+            number(row.ttft_p50, 2),
+            number(None if row.tpot_p50 is None else 1e3 * row.tpot_p50, 1),
+            number(row.turn_p50, 2),
+            number(row.turn_p99, 2),
             f"{row.tokens_per_step:.2f}",
             f"{row.rejected_share:.2f}" if row.drafted else "-",
             f"{row.draft_ms_per_step:.2f}",
@@ -165,7 +166,7 @@ def checked(cells: Sequence[CellSummary]) -> Table:
                 cell.method,
                 f"{cell.tok_s:.1f}",
                 _factor(cell),
-                _number(cell.turn_p99, 2),
+                number(cell.turn_p99, 2),
                 f"{cell.rejected_share:.0%}" if cell.drafted_per_token else "-",
                 f"{cell.tokens_per_step:.2f}",
             )
@@ -197,14 +198,10 @@ def lived(rows: Sequence[LiveRow]) -> Table:
             str(row.failed),
             f"{row.tasks_per_hour:.0f}",
             f"{row.tok_s:.1f}",
-            _number(row.task_p50, 2),
-            _number(row.task_p95, 2),
+            number(row.task_p50, 2),
+            number(row.task_p95, 2),
             f"{row.rejected_share:.2f}" if row.drafted else "-",
-            _number(row.cost_per_task, 5),
-            _number(row.cost_per_solved, 5),
+            number(row.cost_per_task, 5),
+            number(row.cost_per_solved, 5),
         )
     return table
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"

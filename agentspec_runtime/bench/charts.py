@@ -97,13 +97,18 @@ def lines(
     return _svg("".join(parts), _WIDTH, _HEIGHT, f"{y_label} by {x_label}")
 
 
-def stacked(charts: Sequence[str], *, title: str) -> str:
-    """Charts of `lines` below each other in one picture."""
+def stacked(charts: Sequence[str], *, title: str, columns: int = 1) -> str:
+    """Charts of `lines` in one picture, so many beside each other, the next ones below."""
     placed = [
-        chart.replace("<svg ", f'<svg y="{_HEIGHT * number}" width="{_WIDTH}" height="{_HEIGHT}" ', 1)
+        chart.replace(
+            "<svg ",
+            f'<svg x="{_WIDTH * (number % columns)}" y="{_HEIGHT * (number // columns)}" '
+            f'width="{_WIDTH}" height="{_HEIGHT}" ',
+            1,
+        )
         for number, chart in enumerate(charts)
     ]
-    return _svg("".join(placed), _WIDTH, _HEIGHT * len(charts), title)
+    return _svg("".join(placed), _WIDTH * columns, _HEIGHT * -(-len(charts) // columns), title)
 
 
 def bars(rows: Sequence[Bar], *, x_label: str, legend: Sequence[tuple[str, str]] = ()) -> str:

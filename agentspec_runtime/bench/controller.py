@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 
 from agentspec_runtime.bench.costs import StepTime
 from agentspec_runtime.bench.lockstep import CAP, ROOM, Agent, accepted_tokens, step_shape
-from agentspec_runtime.bench.tokens import TokenRequest, TokenTrajectory
+from agentspec_runtime.bench.tokens import TokenTrajectory
+from agentspec_runtime.bench.tokens import shuffled as in_random_order
 from agentspec_runtime.budget import (
     LATENCY_WEIGHTS,
     BudgetPolicy,
@@ -371,10 +372,5 @@ def _endless(trajectories: Sequence[TokenTrajectory], *, shuffled: bool) -> Iter
     random = np.random.default_rng(0)
     for number in itertools.count():
         for one in trajectories:
-            requests = one.requests
-            if shuffled:
-                requests = tuple(
-                    TokenRequest(prompt_ids=r.prompt_ids, output_ids=random.permutation(r.output_ids))
-                    for r in requests
-                )
-            yield replace(one, id=f"{one.id}~{number}{'s' * shuffled}", requests=requests)
+            text = in_random_order(one, random) if shuffled else one
+            yield replace(text, id=f"{one.id}~{number}{'s' * shuffled}")

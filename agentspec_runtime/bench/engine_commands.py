@@ -86,6 +86,15 @@ def replay(
         bool,
         typer.Option("--separate/--mixed", help="Every file for itself, results in OUT/NAME, or all mixed."),
     ] = False,
+    shuffled: Annotated[
+        list[Path] | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="With --separate: this recording too, the tokens of its answers in random order, so that "
+            "nothing foretells them; results in OUT/NAME-shuffled. Repeatable.",
+        ),
+    ] = None,
     arrival: Annotated[
         str, typer.Option(help="closed, or poisson:RATE with RATE agents per second (open loop).")
     ] = "closed",
@@ -106,6 +115,8 @@ def replay(
     from agentspec_runtime.bench.replay import replay_together
     from agentspec_runtime.bench.replay_plan import ReplayPlan, separated
 
+    if shuffled and not separate:
+        raise ConfigurationError("--shuffled needs --separate: it is measured beside the recordings")
     shown = console()
     plan = ReplayPlan(
         files=(*traces, *(more_traces or ())),
@@ -125,7 +136,7 @@ def replay(
         chat_template=chat_template,
         engine=engine_arguments(eager=eager, dtype=dtype, kv_cache_gib=kv_cache_gib, extra=engine_arg or []),
     )
-    plans = separated(plan) if separate else [plan]
+    plans = separated(plan, shuffled or ()) if separate else [plan]
     with shown_progress() as show:
         rows = replay_together(plans, show)
     for part in plans:

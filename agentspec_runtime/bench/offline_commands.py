@@ -192,16 +192,24 @@ def controller(
 
 def plot(
     results: Annotated[
-        list[Path], typer.Argument(exists=True, dir_okay=False, help="Files of 'bench simulate --out'.")
+        list[Path],
+        typer.Argument(
+            exists=True, help="Files of 'bench simulate --out', or folders of results of 'bench replay'."
+        ),
     ],
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder of the pictures.")],
 ) -> None:
-    """Draw a simulation: accepted against rejected drafts, and how well survival is calibrated (SVG)."""
+    """Draw results. Of simulations: accepted against rejected drafts, and how well survival is calibrated. Of
+    replays: which method is fastest, by kind of traffic and load; also as a table."""
+    from agentspec_runtime.bench.choice import read_traffic, write_choice
     from agentspec_runtime.bench.plots import read_simulation, write_plots
 
-    workloads = [workload for file in results for workload in read_simulation(file)]
-    for path in write_plots(workloads, out):
-        typer.echo(str(path))
+    if workloads := [workload for path in results if path.is_file() for workload in read_simulation(path)]:
+        for path in write_plots(workloads, out):
+            typer.echo(str(path))
+    if traffic := [read_traffic(path) for path in results if path.is_dir()]:
+        for path in write_choice(traffic, out):
+            typer.echo(str(path))
 
 
 def report(

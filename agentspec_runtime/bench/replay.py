@@ -215,6 +215,7 @@ def _cell(plan: ReplayPlan, index: int, *, repeat: int, stem: str, folder: Path)
         salt=f"bench-{plan.workload}-{stem}-c{concurrency}-{os.getpid()}"[-128:],
         raw_file=str(folder / f"{stem}-c{concurrency}.json"),
         copies=plan.copies,
+        shuffled=plan.shuffled,
     )
 
 

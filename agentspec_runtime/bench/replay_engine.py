@@ -26,7 +26,7 @@ import numpy as np
 
 from agentspec_runtime.bench.load import Call, CellLoad, Chunk, LoadPlan, run_load
 from agentspec_runtime.bench.replay_worker import REPLAY_KEY
-from agentspec_runtime.bench.tokens import TokenRequest, TokenTrajectory, fit_context, load_tokens
+from agentspec_runtime.bench.tokens import TokenRequest, TokenTrajectory, fit_context, load_tokens, shuffled
 from agentspec_runtime.engine.args import JsonValue
 from agentspec_runtime.hints import XARGS_KEY, Hint, encode_hint
 
@@ -87,6 +87,7 @@ class CellJob:
     salt: str
     raw_file: str
     copies: bool = False
+    shuffled: bool = False
     periodic: PeriodicLoad | None = None
 
 
@@ -154,6 +155,8 @@ def select_trajectories(job: Job, cell: CellJob) -> list[TokenTrajectory]:
     mixed = [
         runs[index] for index in range(max(map(len, per_file))) for runs in per_file if index < len(runs)
     ]
+    if cell.shuffled:
+        mixed = [shuffled(t, np.random.default_rng(number)) for number, t in enumerate(mixed)]
     if cell.copies and cell.trajectories is not None:
         return with_copies(mixed, cell.trajectories)
     return mixed[: cell.trajectories]
@@ -203,14 +206,7 @@ def _periodic_trajectory(load: PeriodicLoad, number: int) -> TokenTrajectory:
 
 
 def _first_turns(trajectory: TokenTrajectory, count: int | None) -> TokenTrajectory:
-    return TokenTrajectory(
-        id=trajectory.id,
-        group=trajectory.group,
-        workload=trajectory.workload,
-        model=trajectory.model,
-        fidelity=trajectory.fidelity,
-        requests=trajectory.requests[:count],
-    )
+    return replace(trajectory, requests=trajectory.requests[:count])
 
 
 class _VllmReplay:

@@ -16,7 +16,9 @@ from agentspec_runtime.errors import ConfigurationError
 __all__ = ["ReplayPlan", "check_continues", "check_folders", "check_plan", "mode_of", "notes_of", "separated"]
 
 
-_SAME: Final = ("model", "mode", "part", "max_model_len", "max_turns", "session_reuse", "copies", "waits")
+_SAME: Final = (
+    *("model", "mode", "part", "max_model_len", "max_turns", "session_reuse", "copies", "waits", "shuffled"),
+)
 """Notes that results in one folder have in common."""
 
 
@@ -41,21 +43,27 @@ class ReplayPlan:
     chat_template: Path | None = None
     copies: bool = False
     """Repeat trajectories until there are as many as asked for (`replay_engine.with_copies`)."""
+    shuffled: bool = False
+    """Answers in random order of their tokens (`tokens.shuffled`)."""
     engine: Mapping[str, JsonValue] = field(default_factory=dict)
 
     @property
     def workload(self) -> str:
         """Name of what is replayed, from the files."""
-        return "+".join(_stem(file) for file in self.files)
+        return "+".join(_stem(file) for file in self.files) + "-shuffled" * self.shuffled
 
     def trajectories_at(self, index: int) -> int | None:
         """Number of trajectories at the concurrency with this index."""
         return self.trajectories[index if len(self.trajectories) > 1 else 0]
 
 
-def separated(plan: ReplayPlan) -> list[ReplayPlan]:
-    """The plan once per recording, each with a folder of its own, for `replay_together`."""
-    return [replace(plan, files=(file,), out=plan.out / _stem(file)) for file in plan.files]
+def separated(plan: ReplayPlan, shuffled: Sequence[Path] = ()) -> list[ReplayPlan]:
+    """The plan once per recording, each with a folder of its own, for `replay_together`; then once for each
+    that is to be replayed shuffled.
+    """
+    each = [replace(plan, files=(file,)) for file in plan.files]
+    each += [replace(plan, files=(file,), shuffled=True) for file in shuffled]
+    return [replace(one, out=plan.out / one.workload) for one in each]
 
 
 def check_plan(plan: ReplayPlan) -> None:
@@ -142,6 +150,7 @@ def notes_of(plan: ReplayPlan) -> dict[str, str | int | float | bool | None]:
         "session_reuse": plan.reuse,
         "copies": plan.copies,
         "waits": plan.honour_waits,
+        "shuffled": plan.shuffled,
         "concurrency": ",".join(map(str, plan.concurrency)),
         "trajectories": ",".join(map(str, plan.trajectories)),
         "forced": "recorded output of the same length for all methods; temperature 0; end token included",

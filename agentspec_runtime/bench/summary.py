@@ -13,7 +13,7 @@ from statistics import median
 
 from agentspec_runtime.bench.measure import DraftCounts, ResultRow
 
-__all__ = ["CellSummary", "Cost", "agents", "doubts", "summarise", "verdict"]
+__all__ = ["CellSummary", "Cost", "agents", "doubts", "ratio", "summarise", "verdict"]
 
 _REFERENCE = "plain"
 _FEW_TURNS = 30
@@ -94,19 +94,19 @@ def verdict(cells: Sequence[CellSummary]) -> list[str]:
             )
             continue
         rivals = [cell for name, cell in here.items() if not name.startswith(("agentspec", "plain"))]
-        gain = _ratio(ours.tok_s_by_repeat, plain.tok_s_by_repeat)
+        gain = ratio(ours.tok_s_by_repeat, plain.tok_s_by_repeat)
         sentence = f"At {agents(concurrency)}: agentspec gave {_times(gain)} the throughput of plain"
         if rivals:
             best = max(rivals, key=lambda cell: cell.speedup or 0.0)
-            over = _ratio(ours.tok_s_by_repeat, best.tok_s_by_repeat)
+            over = ratio(ours.tok_s_by_repeat, best.tok_s_by_repeat)
             sentence += f" and {_times(over)} that of {best.method}, the best other method"
-        if (late := _ratio(ours.turn_p99_by_repeat, plain.turn_p99_by_repeat)) is not None:
+        if (late := ratio(ours.turn_p99_by_repeat, plain.turn_p99_by_repeat)) is not None:
             sentence += f"; P99 turn latency {_times(late)} of plain's"
         sentences.append(sentence + ".")
     return sentences
 
 
-def _ratio(of: Mapping[int, float], to: Mapping[int, float]) -> float | None:
+def ratio(of: Mapping[int, float], to: Mapping[int, float]) -> float | None:
     """Median of the ratios within repeats; None where no repeat has both."""
     ratios = [of[repeat] / to[repeat] for repeat in of if to.get(repeat)]
     return median(ratios) if ratios else None

@@ -11,7 +11,7 @@ import json
 import os
 import zipfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -27,7 +27,7 @@ from agentspec_runtime.bench.chat_tokens import (
 from agentspec_runtime.bench.recordings import Recording, file_sha256, read_recordings
 from agentspec_runtime.errors import RecordingError
 
-__all__ = ["Fitting", "TokenRequest", "TokenTrajectory", "fit_context", "load_tokens", "tokenize"]
+__all__ = ["Fitting", "TokenRequest", "TokenTrajectory", "fit_context", "load_tokens", "shuffled", "tokenize"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,15 +156,24 @@ def fit_context(trajectories: Iterable[TokenTrajectory], max_model_len: int | No
     )
 
 
+def shuffled(trajectory: TokenTrajectory, random: np.random.Generator) -> TokenTrajectory:
+    """The same with the tokens of each answer in random order, its end token excepted.
+
+    As long as before, of the same tokens, and nothing foretells it: what drafting costs where it cannot pay.
+    """
+    requests = [
+        TokenRequest(
+            prompt_ids=request.prompt_ids,
+            output_ids=np.append(random.permutation(request.output_ids[:-1]), request.output_ids[-1:]),
+            wait_s=request.wait_s,
+        )
+        for request in trajectory.requests
+    ]
+    return _with_requests(trajectory, tuple(requests))
+
+
 def _with_requests(trajectory: TokenTrajectory, requests: tuple[TokenRequest, ...]) -> TokenTrajectory:
-    return TokenTrajectory(
-        id=trajectory.id,
-        group=trajectory.group,
-        workload=trajectory.workload,
-        model=trajectory.model,
-        fidelity=trajectory.fidelity,
-        requests=requests,
-    )
+    return replace(trajectory, requests=requests)
 
 
 def _default_cache() -> Path:

@@ -229,6 +229,26 @@ def test_separate_recordings_have_a_folder_each(tmp_path: Path) -> None:
     assert (one.files, two.files) == ((tmp_path / "a.jsonl.gz",), (tmp_path / "b.jsonl",))
 
 
+def test_shuffled_answers_are_measured_beside_the_recorded_ones(scripted: ReplayPlan) -> None:
+    """The same prompts, tokens and ends; another order; results apart."""
+    plans = separated(replace(scripted, repeat=1), scripted.files)
+    recorded, shuffled = ([r for t in recorded_trajectories(one) for r in t.requests] for one in plans)
+    for one, other in zip(recorded, shuffled, strict=True):
+        assert one.prompt_ids.tolist() == other.prompt_ids.tolist()
+        assert sorted(one.output_ids) == sorted(other.output_ids)
+        assert one.output_ids[-1] == other.output_ids[-1]
+    changed = sum(
+        a.output_ids.tolist() != b.output_ids.tolist() for a, b in zip(recorded, shuffled, strict=True)
+    )
+    assert changed > len(recorded) / 2
+    rows = replay_together(plans, engines=ScriptedEngines(SPEEDS))
+    stem = scripted.files[0].name.split(".")[0]
+    assert {row.workload for row in rows} == {stem, f"{stem}-shuffled"}
+    assert plans[1].out.name == f"{stem}-shuffled"
+    with pytest.raises(ConfigurationError, match="another shuffled"):
+        replay(replace(plans[1], out=plans[0].out), engines=ScriptedEngines(SPEEDS))
+
+
 def test_settings_of_a_method_reach_the_engine_arguments() -> None:
     labels = split_methods(
         "plain, ngram:num_speculative_tokens=10,prompt_lookup_min=3,suffix,agentspec:budget=fixed"

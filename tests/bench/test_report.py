@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from agentspec_runtime.bench.choice import read_traffic, write_choice
 from agentspec_runtime.bench.limits import Limits, write_limits
 from agentspec_runtime.bench.measure import DraftCounts, ResultRow
 from agentspec_runtime.bench.report import write_report
@@ -148,3 +149,31 @@ def test_rows_survive_their_file_and_a_line_that_was_cut_off(tmp_path: Path) -> 
         load_rows(tmp_path / "results.jsonl")
     with pytest.raises(ConfigurationError, match="no such file"):
         load_rows(tmp_path / "none.jsonl")
+
+
+def test_kinds_of_traffic_are_put_together(tmp_path: Path) -> None:
+    """The best single method may be ours, never ours with something beside it."""
+    folders = {"w": ROWS, "v": [row("agentspec-assist:assist=eagle3:HEAD", 8, 0, 99.0), *ROWS[2:]]}
+    for name, rows in folders.items():
+        (tmp_path / name).mkdir()
+        text = "".join(json.dumps(asdict(replace(one, workload=name))) + "\n" for one in rows)
+        (tmp_path / name / "results.jsonl").write_text(text)
+    picture, table = write_choice([read_traffic(tmp_path / name) for name in folders], tmp_path / "out")
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.read_text().splitlines()]
+    assert lines[0] == [
+        *("traffic", "agents", "plain, tok/s", "suffix", "agentspec", "agentspec-assist", "best single"),
+    ]
+    suffix = "1.46 (1.25-1.67) / 1.00"
+    assert lines[2] == ["w", "8", "16.0", suffix, "1.75 (1.50-2.00) / 0.80", "-", "agentspec"]
+    assert lines[3] == ["v", "8", "16.0", suffix, "-", "4.95 / 1.00", "suffix"]
+    labels = re.findall(r'aria-label="([wv]: [^"]+)"', picture.read_text())
+    assert labels == [
+        *(
+            "w: tok/s over plain by agents at the same time",
+            "w: P99 of a turn over plain by agents at the same time",
+        ),
+        *(
+            "v: tok/s over plain by agents at the same time",
+            "v: P99 of a turn over plain by agents at the same time",
+        ),
+    ]

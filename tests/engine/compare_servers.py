@@ -8,7 +8,8 @@ URLs end in /v1. `--varied`: so many more requests, made from a seed. `--long`: 
 adapters of the model are served. The plain server answers everything one
 at a time (the reference), then `--at-once` at a time: how far it differs from itself is the measure for ours.
 Each differing answer is printed with the place and the gap, in nats, between the two tokens there, and
-between the two most likely ones, by the plain server's own log probabilities. The last line is JSON.
+between the two most likely ones, by the plain server's own log probabilities: start it with
+`--logprobs-mode processed_logprobs`, or penalties are not in them. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def first_difference(a: list[int], b: list[int]) -> int | None:
 
 def gap_at(url: str, body: Mapping[str, Any], at: int, a: int, b: int) -> tuple[float, float] | None:
     """Gap between tokens a and b, and between the server's two most likely ones, at that place."""
-    more = {"logprobs": True, "top_logprobs": 5} if "messages" in body else {"logprobs": 5}
+    more = {"logprobs": True, "top_logprobs": 20} if "messages" in body else {"logprobs": 20}
     with post(url, {**body, **more, "return_tokens_as_token_ids": True}) as response:
         found = json.load(response)["choices"][0]["logprobs"]
     if "messages" in body:

@@ -106,7 +106,8 @@ class _Servers:
         port = _free_port()
         log = self.folder / f"{name}.log"
         environment = {key: value for key, value in os.environ.items() if not key.startswith("OTEL_")}
-        environment |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+        # Dev mode: the endpoints by which an operator resets caches, pauses and puts to sleep.
+        environment |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1"}
         options, flags = _FIXTURES[name]
         command = [sys.executable, "-m", "agentspec_runtime", "serve", *options]
         command.append("--cost-curve=none")  # what an earlier run of the tests learned must not matter

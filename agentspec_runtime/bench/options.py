@@ -128,10 +128,15 @@ def engine_arguments(
     """
     from agentspec_runtime.engine.args import cpu_environment, cpu_kv_cache_bytes
     from agentspec_runtime.engine.compat import require_vllm
-    from agentspec_runtime.engine.host import available_memory_bytes, has_fast_bfloat16, usable_cores
+    from agentspec_runtime.engine.host import (
+        available_memory_bytes,
+        has_fast_bfloat16,
+        intel_openmp,
+        usable_cores,
+    )
 
     if require_vllm().cpu:  # what `agentspec serve` sets, for every method
-        os.environ.update({**cpu_environment(usable_cores()), **os.environ})
+        os.environ.update(cpu_environment(usable_cores(), intel_openmp(), os.environ))
         if dtype == "auto" and not has_fast_bfloat16():
             dtype = "float32"
     engine: dict[str, JsonValue] = {"enforce_eager": eager, "dtype": dtype, "enable_prefix_caching": True}

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from agentspec_runtime.bench.recordings import file_sha256
+from agentspec_runtime.engine.args import PRELOAD_VARIABLE
 
 __all__ = ["Provenance", "collect_provenance"]
 
@@ -32,7 +33,7 @@ _PACKAGES: Final = (
     "numpy",
 )
 
-_VARIABLES: Final = ("VLLM_", "OMP_", "CUDA_VISIBLE_DEVICES", "LD_PRELOAD")
+_VARIABLES: Final = ("VLLM_", "OMP_", "KMP_", "CUDA_VISIBLE_DEVICES", PRELOAD_VARIABLE)
 """Prefixes of environment variables that change how an engine runs."""
 
 _SECRET: Final = ("KEY", "TOKEN", "SECRET", "PASSWORD")
@@ -75,7 +76,7 @@ def collect_provenance(
         packages=_versions(),
         machine=_machine(),
         environment={
-            name: value
+            name: _file_names(value) if name == PRELOAD_VARIABLE else value
             for name, value in sorted(os.environ.items())
             if name.startswith(_VARIABLES) and not any(word in name for word in _SECRET)
         },
@@ -84,6 +85,11 @@ def collect_provenance(
         traces={file.name: file_sha256(file) for file in files},
         notes=dict(notes or {}),
     )
+
+
+def _file_names(paths: str) -> str:
+    """Of libraries: where they lie is the business of this machine alone."""
+    return ":".join(Path(path).name for path in paths.split(":"))
 
 
 def _versions() -> dict[str, str]:

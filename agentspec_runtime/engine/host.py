@@ -1,4 +1,4 @@
-"""What the machine has: memory that a process may still take, free ports, a GPU, bfloat16."""
+"""What the machine has: memory that a process may still take, free ports, a GPU, bfloat16, OpenMP."""
 
 from __future__ import annotations
 
@@ -8,10 +8,18 @@ import os
 import shutil
 import socket
 import subprocess
+from importlib import metadata
 from pathlib import Path
 from typing import Final
 
-__all__ = ["available_memory_bytes", "has_fast_bfloat16", "has_gpu", "port_problem", "usable_cores"]
+__all__ = [
+    "available_memory_bytes",
+    "has_fast_bfloat16",
+    "has_gpu",
+    "intel_openmp",
+    "port_problem",
+    "usable_cores",
+]
 
 # A driver that has not answered by then is as good as none.
 _DRIVER_TIMEOUT_S: Final = 10
@@ -54,6 +62,15 @@ def has_fast_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
             if name.strip() in ("flags", "Features"):
                 return not {"avx512f", "amx_bf16", "bf16"}.isdisjoint(value.split())
     return True
+
+
+def intel_openmp() -> Path | None:
+    """Intel's OpenMP runtime of this Python environment (vLLM's CPU wheel brings it along on x86), if any."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        for file in metadata.files("intel-openmp") or ():
+            if file.name == "libiomp5.so" and (path := Path(str(file.locate())).resolve()).is_file():
+                return path
+    return None
 
 
 def usable_cores() -> frozenset[int]:

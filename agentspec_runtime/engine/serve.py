@@ -24,6 +24,7 @@ from agentspec_runtime.engine.compat import require_vllm
 from agentspec_runtime.engine.host import (
     available_memory_bytes,
     has_fast_bfloat16,
+    intel_openmp,
     port_problem,
     usable_cores,
 )
@@ -61,6 +62,7 @@ def serve(arguments: Sequence[str], options: ServeOptions, say: Callable[[str], 
                 available_bytes=available_memory_bytes(),
                 fast_bfloat16=has_fast_bfloat16(),
                 cores=usable_cores(),
+                openmp=intel_openmp(),
             )
             os.environ.update(plan.environment)
             parsed = vllm_serve.parse(plan.arguments)

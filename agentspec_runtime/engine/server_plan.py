@@ -112,6 +112,7 @@ def plan_server(
     available_bytes: int | None,
     fast_bfloat16: bool = True,
     cores: Collection[int] = (),
+    openmp: Path | None = None,
 ) -> ServePlan:
     """Join the user's vLLM arguments with ours. Starts nothing, except that `embedded` may convert.
 
@@ -138,8 +139,8 @@ def plan_server(
     if cpu and not kv_given and not environment.get("VLLM_CPU_KVCACHE_SPACE"):
         ours += ["--kv-cache-memory-bytes", str(cpu_kv_cache_bytes(available_bytes))]
     if cpu:
-        wanted = cpu_environment(() if _SEVERAL_WORKERS & given.keys() else cores)
-        variables.update((name, value) for name, value in wanted.items() if name not in environment)
+        usable = () if _SEVERAL_WORKERS & given.keys() else cores
+        variables |= cpu_environment(usable, openmp, environment)
     if cpu and "worker_cls" not in given:
         ours += ["--worker-cls", CPU_WORKER]
     ours += ["--middleware", MIDDLEWARE]

@@ -27,7 +27,14 @@ from agentspec_runtime.engine.config import EngineConfig
 from agentspec_runtime.engine.guard import Guard
 from agentspec_runtime.engine.ledger import RequestLedger
 from agentspec_runtime.engine.prompts import PromptForecast
-from agentspec_runtime.engine.request_facts import end_tokens, namespace, stop_strings, temperature_bucket
+from agentspec_runtime.engine.request_facts import (
+    end_tokens,
+    may_draft,
+    namespace,
+    room,
+    stop_strings,
+    temperature_bucket,
+)
 from agentspec_runtime.engine.stop_strings import StopStrings, TokenText
 from agentspec_runtime.errors import HintError
 from agentspec_runtime.hints import HINT_VERSION, XARGS_KEY, Hint, decode_hint
@@ -146,6 +153,8 @@ class Speculation:
             live.weight = LATENCY_WEIGHTS[hint.latency]
             if hint.speculate != "auto":
                 live.cap = 0 if hint.speculate == "off" else min(live.cap, hint.speculate)
+        if not may_draft(params):
+            live.cap = 0
         if live.cap == 0 or self._config.speculate == "off":
             return
         reach = _REACH[min(_REACH.index(self._config.scope), _REACH.index(hint.scope if hint else "corpus"))]
@@ -283,10 +292,8 @@ class Speculation:
 
     def _room_of(self, live: _Live) -> int:
         """Most draft tokens that can still be emitted, one more token coming from the step itself."""
-        request = live.request
-        by_limit: int = request.max_tokens - request.num_output_tokens - 1
-        by_context: int = self._max_model_len - request.num_tokens - 1
-        return max(min(live.cap, by_limit, by_context), 0)
+        params = live.request.sampling_params
+        return max(min(live.cap, room(live.request, params, self._max_model_len)), 0) if params else 0
 
     def scheduled(self, output: SchedulerOutput, requests: Mapping[str, Request], num_waiting: int) -> int:
         """vLLM has decided what the step holds; it starts now. Returns how many tokens per request the

@@ -10,6 +10,7 @@ from virtual_time import ScriptedEngine, VirtualLoop, run_virtual
 
 from agentspec_runtime.bench.load import CellLoad, LoadPlan, run_load
 from agentspec_runtime.bench.measure import CellKey, ResultRow, StepRecord, measure_cell, percentiles
+from agentspec_runtime.bench.provenance import collect_provenance
 from agentspec_runtime.bench.tokens import TokenRequest, TokenTrajectory
 
 KEY = CellKey(method="m", concurrency=1, repeat=0, workload="w", mode="closed loop")
@@ -190,3 +191,8 @@ def test_the_result_row_has_the_fields_that_others_build_on() -> None:
         "batch_histogram mismatched preemptions prefix_hit_rate"
     )
     assert set(needed.split()) <= set(ResultRow.__dataclass_fields__)
+
+
+def test_provenance_names_libraries_and_not_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_PRELOAD", "/home/me/env/lib/libiomp5.so:/usr/lib/libtcmalloc.so.4")
+    assert collect_provenance(files=[]).environment["LD_PRELOAD"] == "libiomp5.so:libtcmalloc.so.4"

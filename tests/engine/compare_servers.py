@@ -19,32 +19,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from conversation import Answer, ask, ask_all, post
+from conversation import Answer, ask, ask_all
+from near_tie import first_difference, gap_at
 from request_mix import greedy_requests
 from varied_requests import varied_requests
 
 MODEL = "SmolLM2-135M-Instruct"
-
-
-def first_difference(a: list[int], b: list[int]) -> int | None:
-    """Place of the first differing token; None when one is the beginning of the other."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
-
-
-def gap_at(url: str, body: Mapping[str, Any], at: int, a: int, b: int) -> tuple[float, float] | None:
-    """Gap between tokens a and b, and between the server's two most likely ones, at that place."""
-    more = {"logprobs": True, "top_logprobs": 20} if "messages" in body else {"logprobs": 20}
-    with post(url, {**body, **more, "return_tokens_as_token_ids": True}) as response:
-        found = json.load(response)["choices"][0]["logprobs"]
-    if "messages" in body:
-        places = [{e["token"]: e["logprob"] for e in entry["top_logprobs"]} for entry in found["content"]]
-    else:
-        places = found["top_logprobs"]
-    if at >= len(places):
-        return None
-    values = [places[at].get(f"token_id:{token}") for token in (a, b)]
-    best, second = sorted(places[at].values(), reverse=True)[:2]
-    return None if None in values else (abs(values[0] - values[1]), best - second)
 
 
 def compare(

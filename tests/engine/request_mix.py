@@ -122,6 +122,9 @@ def _limited() -> dict[str, Body]:
         "stop token": completion(lines, stop_token_ids=[198]),
         "ends are ignored": chat("Say hi.", ignore_eos=True, max_tokens=48),
         "min_tokens": chat("Say Done.", min_tokens=24, max_tokens=32),
+        "min_tokens within a copied line": completion(
+            "I like red, green, blue, pink and grey paint.\n" * 6, min_tokens=4, stop_token_ids=[198]
+        ),
         "min_tokens is max_tokens": chat("Say Done.", min_tokens=20, max_tokens=20),
         "logprobs": chat("Repeat: red green blue red green blue", logprobs=True, top_logprobs=5),
         "logprobs of a completion": completion("red green blue " * 8, logprobs=3),

@@ -11,12 +11,12 @@ import json
 import re
 import threading
 import time
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from conversation import Answer, ask, ask_all, metric, post
+from near_tie import explain
 from request_mix import CODE, EDIT, PERSON, chat, completion, greedy_requests
 from varied_requests import OPTIONS, SHAPES, TEXTS, varied_requests
 
@@ -28,15 +28,8 @@ MODEL = "SmolLM2-135M-Instruct"
 REQUESTS = greedy_requests(MODEL)
 MANY = 32
 """Requests at once."""
-NEAR_TIE = 1e-3
-"""Difference of two log probabilities, in nats. Noise of float32 is about 1e-5 here."""
 LOOSE = 1e-3
 """Log probabilities of the same token from two servers."""
-
-
-@pytest.fixture(scope="module")
-def plain_answers(plain_server: Any) -> dict[str, Answer]:
-    return ask_all(plain_server.base_url, REQUESTS, at_once=8)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +66,7 @@ def test_answers_equal_those_of_the_plain_server(
     (mine,), (theirs,) = ours.choices, plain.choices
     assert mine.token_ids
     if mine.token_ids != theirs.token_ids:
-        _explain(plain_server.base_url, REQUESTS[name], mine.token_ids, theirs.token_ids)
+        explain(plain_server.base_url, REQUESTS[name], mine.token_ids, theirs.token_ids)
         return
     assert mine.text == theirs.text
     # Streamed arguments keep the model's whitespace, whole ones are written anew by vLLM, plain or not.
@@ -86,27 +79,6 @@ def test_answers_equal_those_of_the_plain_server(
     assert [token for token, _ in mine.logprobs] == [token for token, _ in theirs.logprobs]
     for (_, a), (_, b) in zip(mine.logprobs, theirs.logprobs, strict=True):
         assert a is b is None or a == pytest.approx(b, abs=LOOSE)
-
-
-def _explain(base_url: str, body: Mapping[str, Any], mine: list[int], theirs: list[int]) -> None:
-    """A difference is a near tie, by the plain server's own numbers, or a defect."""
-    at = next(
-        (i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs))
-    )
-    assert at < min(len(mine), len(theirs)), f"one answer is the beginning of the other: {mine} {theirs}"
-    asked = {**body, "logprobs": True, "top_logprobs": 5} if "messages" in body else {**body, "logprobs": 5}
-    asked |= {"return_tokens_as_token_ids": True}
-    with post(base_url, asked) as response:
-        found = json.load(response)["choices"][0]["logprobs"]
-    top = (
-        {entry["token"]: entry["logprob"] for entry in found["content"][at]["top_logprobs"]}
-        if "messages" in body
-        else found["top_logprobs"][at]
-    )
-    a, b = top.get(f"token_id:{mine[at]}"), top.get(f"token_id:{theirs[at]}")
-    assert a is not None, f"token {at}: {mine[at]} instead of {theirs[at]}, not even among {top}"
-    assert b is not None
-    assert abs(a - b) < NEAR_TIE, f"token {at}: {mine[at]} ({a}) instead of {theirs[at]} ({b})"
 
 
 def test_the_mix_was_drafted_for(served: dict[tuple[int, bool], dict[str, Answer]]) -> None:
@@ -132,7 +104,7 @@ def test_a_model_drafter_beside_ours_changes_no_token(
         assert (answer.status, answer.message) == (200, ""), name
         (mine,), (theirs,) = answer.choices, plain_answers[name].choices
         if mine.token_ids != theirs.token_ids:
-            _explain(plain_server.base_url, REQUESTS[name], mine.token_ids, theirs.token_ids)
+            explain(plain_server.base_url, REQUESTS[name], mine.token_ids, theirs.token_ids)
     # Of the head fewer: ours knows most of this text, and it is a weak one.
     for name in ("draft", "accepted"):
         for source in ("assist", "request"):

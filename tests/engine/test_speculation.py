@@ -480,6 +480,33 @@ def test_min_tokens_are_the_samplers_business(model: Path) -> None:
     assert engine.answers["r"].tokens == [*TEXT[3:50], EOS]
 
 
+@pytest.mark.parametrize("min_tokens", [1, 2, 9, 30, len(TEXT)])
+def test_no_draft_crosses_the_least_length(model: Path, min_tokens: int) -> None:
+    """Seen in bfloat16: a draft from token 6 to 26 was right, and the end behind it masked although the least
+    length was 9. vLLM looks at the length with which the step begins.
+    """
+    engine = ScriptedEngine(model)
+    engine.add("r", TEXT * 2, TEXT, min_tokens=min_tokens)
+    longest = 0
+    while engine.scheduler.has_requests():
+        done = len(engine.answers["r"].tokens)
+        drafted = len(engine.step().scheduled_spec_decode_tokens.get("r", ()))
+        assert done >= min_tokens or done + drafted < min_tokens
+        longest = max(longest, drafted)
+    assert engine.answers["r"].tokens == [*TEXT, EOS]
+    assert longest > 4
+
+
+def test_a_thinking_budget_is_kept_without_drafts(model: Path) -> None:
+    """vLLM issue 41758: with drafts it forces the end of thinking at another place."""
+    recorder = Recorder()
+    engine = ScriptedEngine(model, observer=recorder)
+    engine.add("r", TEXT * 2, TEXT, thinking_token_budget=5)
+    engine.run()
+    assert engine.answers["r"].tokens == [*TEXT, EOS]
+    assert sum(recorder.requests[0].per_step_accepted) == 0
+
+
 def test_preempted_requests_start_again_without_old_drafts(model: Path) -> None:
     """FR-06: too little KV space for all, some are thrown out and come back. Every answer is exact."""
     recorder = Recorder()

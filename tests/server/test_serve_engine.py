@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import psutil
 import pytest
 
 pytest.importorskip("aiohttp", reason="comes with vLLM")
@@ -21,6 +22,8 @@ pytest.importorskip("aiohttp", reason="comes with vLLM")
 from sticky_router import StickyRouter
 
 import agentspec_runtime
+from agentspec_runtime.engine.compat import require_vllm
+from agentspec_runtime.engine.host import intel_openmp
 from agentspec_runtime.hints import Hint, encode_hint
 
 openai = pytest.importorskip("openai", reason="needs the extra openai")
@@ -149,6 +152,19 @@ def start(*arguments: str, log: Path) -> subprocess.Popen[bytes]:
 def check_alive(process: subprocess.Popen[bytes], log: Path, deadline: float) -> None:
     assert process.poll() is None, log.read_text()[-3000:]
     assert time.monotonic() < deadline, log.read_text()[-3000:]
+
+
+def test_workers_compute_with_intels_openmp(engine_server, plain_server):
+    """vLLM starts its processes so that what the environment says is loaded first."""
+    library = intel_openmp()
+    if library is None or not require_vllm().cpu:
+        pytest.skip("comes with vLLM's CPU wheel on x86")
+    for server in (engine_server, plain_server):
+        processes = psutil.Process(server.pid).children(recursive=True)
+        loaded = [Path(f"/proc/{process.pid}/maps").read_text() for process in processes]
+        workers = [maps for maps in loaded if "libtorch_cpu" in maps]
+        assert workers
+        assert all(str(library) in maps for maps in workers)
 
 
 def test_taken_port_is_said_before_a_model_is_loaded(engine_server, tmp_path: Path):

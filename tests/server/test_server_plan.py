@@ -52,6 +52,7 @@ def plan(vllm_serve):
         cpu: bool = True,
         fast_bfloat16: bool = True,
         cores: frozenset[int] = frozenset(),
+        openmp: Path | None = None,
         options: ServeOptions | None = None,
     ):
         made: ServePlan = plan_server(
@@ -64,6 +65,7 @@ def plan(vllm_serve):
             available_bytes=8 * GIB,
             fast_bfloat16=fast_bfloat16,
             cores=cores,
+            openmp=openmp,
         )
         return made, vllm_serve.parse(made.arguments)
 
@@ -175,6 +177,30 @@ def test_every_core_of_a_small_machine_computes(
 ):
     made, _ = plan(*arguments, cores=frozenset(range(cores)), cpu=cpu, environment=given, options=PLAIN)
     assert made.environment.get(THREADS) == threads
+
+
+LIBRARY = Path("/env/lib/libiomp5.so")
+
+
+@pytest.mark.parametrize(
+    ("openmp", "cpu", "before", "after"),
+    [
+        (LIBRARY, True, None, str(LIBRARY)),
+        (LIBRARY, True, "/usr/lib/libtcmalloc.so", f"/usr/lib/libtcmalloc.so:{LIBRARY}"),
+        (LIBRARY, True, "/usr/lib/libgomp.so.1", None),
+        (LIBRARY, False, None, None),
+        (None, True, None, None),
+        (Path("/my env/lib/libiomp5.so"), True, None, None),
+    ],
+)
+def test_intels_openmp_is_loaded_first_on_a_cpu(
+    plan, openmp: Path | None, cpu: bool, before: str | None, after: str | None
+):
+    """vLLM warns that speculation is slow without it; another OpenMP that somebody chose stays."""
+    given = {} if before is None else {"LD_PRELOAD": before}
+    for options in (PLAIN, ServeOptions()):
+        made, _ = plan(openmp=openmp, cpu=cpu, environment=given, options=options)
+        assert made.environment.get("LD_PRELOAD") == after
 
 
 @pytest.mark.parametrize(

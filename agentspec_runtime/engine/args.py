@@ -9,7 +9,8 @@ Settings, each with its reason:
 - With a model drafter of the worker beside ours (`AssistModel`), that method and model instead; on a CPU a
   worker class that repairs sampling (`worker.py`), which our proposer does otherwise.
 - `distributed_executor_backend`, on a CPU only: vLLM's executor without a question to the worker after every
-  step that our empty proposer would answer with "nothing" (`executor.py`).
+  step that our empty proposer, or a model drafter that was not to draft, would answer with "nothing"
+  (`executor.py`).
 - `additional_config["agentspec"]`: our own knobs (`EngineConfig`).
 - `VLLM_USE_V2_MODEL_RUNNER=0` in the environment: vLLM's second model runner has no `custom_class`. vLLM
   0.32 and 0.33 fall back by themselves; saying so keeps it true when that changes.
@@ -25,12 +26,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, Literal, TypedDict
+from typing import Final, Literal, NotRequired, TypedDict
 
 from agentspec_runtime.engine.config import ADDITIONAL_CONFIG_KEY, EngineConfig
 from agentspec_runtime.errors import ConfigurationError
 
 __all__ = [
+    "ASSIST_EXECUTOR",
     "ASSIST_METHODS",
     "COMPILE_VARIABLE",
     "CPU_WORKER",
@@ -52,6 +54,7 @@ __all__ = [
     "parse_assist",
 ]
 
+ASSIST_EXECUTOR: Final = "agentspec_runtime.engine.executor.AssistMultiprocExecutor"
 EXECUTOR: Final = "agentspec_runtime.engine.executor.QuietMultiprocExecutor"
 SCHEDULER: Final = "agentspec_runtime.engine.scheduler.AgentSpecScheduler"
 PROPOSER: Final = "agentspec_runtime.engine.proposer.NullProposer"
@@ -78,10 +81,14 @@ class SpeculativeKwargs(TypedDict):
     method: str
     model: str
     num_speculative_tokens: int
+    disable_eagle_block_drop: NotRequired[bool]
 
 
 ASSIST_METHODS: Final = ("eagle3", "eagle", "draft_model")
 """vLLM's methods whose proposer drafts as many tokens as the scheduler asks for, step by step (0.32)."""
+
+
+_EAGLE: Final = ("eagle3", "eagle")
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +178,14 @@ def engine_args(
         async_scheduling=False,
         additional_config={ADDITIONAL_CONFIG_KEY: settings},
     )
+    if assist and assist.method in _EAGLE:
+        # Else vLLM computes the last cached block of every prompt anew, for the drafter's sake: 128 tokens of
+        # a turn on a CPU, in a replay of tool calls 14,361 instead of 8,347. Its state at one place of that
+        # block is that of another token; what is lost is one draft at most, which the target would reject.
+        kwargs["speculative_config"]["disable_eagle_block_drop"] = True
     if cpu:
         kwargs["worker_cls"] = CPU_WORKER
-        if not assist:
-            kwargs["distributed_executor_backend"] = EXECUTOR
+        kwargs["distributed_executor_backend"] = ASSIST_EXECUTOR if assist else EXECUTOR
     if per_request_metrics:
         kwargs["per_request_spec_decode_metrics"] = "detailed"
     if kv_cache_memory_bytes is not None:

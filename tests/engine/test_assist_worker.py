@@ -11,6 +11,7 @@ pytest.importorskip("vllm", reason="needs vLLM: pip install 'agentspec-runtime[v
 import numpy as np
 import torch
 from vllm.platforms import current_platform
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 if not current_platform.is_cpu():
@@ -20,6 +21,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from agentspec_runtime.engine import worker as worker_module
 from agentspec_runtime.engine.args import CPU_WORKER
+from agentspec_runtime.engine.executor import AssistMultiprocExecutor
 from agentspec_runtime.engine.worker import RepairedCPUWorker, kept_out
 
 
@@ -72,3 +74,22 @@ def test_a_generator_is_kept_out_of_the_steps_whose_token_is_thrown_away() -> No
 
 def test_the_name_by_which_the_scheduler_knows_it() -> None:
     assert f"{RepairedCPUWorker.__module__}.{RepairedCPUWorker.__qualname__}" == CPU_WORKER
+
+
+def test_the_worker_is_asked_only_after_steps_in_which_it_was_to_draft(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The question is a round trip to another process, in every step."""
+    asked: list[str] = []
+    monkeypatch.setattr(
+        MultiprocExecutor, "collective_rpc", lambda _self, method, **_rest: asked.append(method) or "drafts"
+    )
+    executor = object.__new__(AssistMultiprocExecutor)
+    executor.output_rank, executor.kv_output_aggregator, executor.ec_output_aggregator = 0, None, None
+    found = []
+    for depth in (3, 0, -1, 1):
+        executor.execute_model(SimpleNamespace(num_spec_tokens_to_schedule=depth))
+        found.append(executor.take_draft_token_ids())
+    assert found == ["drafts", None, None, "drafts"]
+    assert asked.count("execute_model") == 4
+    assert asked.count("take_draft_token_ids") == 2

@@ -71,7 +71,7 @@ def check(server: Any, plain_answers: dict[str, Answer], plain_server: Any) -> N
 
     def work() -> None:
         nonlocal times
-        while not done.wait(1.0):
+        while not done.wait(2.0):
             (reset, pause, sleep)[times % 3](url)
             times += 1
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentspec_runtime.engine.args import (
+    ASSIST_EXECUTOR,
     CPU_WORKER,
     EXECUTOR,
     PROPOSER,
@@ -301,9 +302,12 @@ def test_a_model_drafter_of_vllm_stands_beside_ours(plan):
         "method": "eagle3",
         "model": "some/head",
         "num_speculative_tokens": 32,
+        "disable_eagle_block_drop": True,
     }
     assert parsed.worker_cls == CPU_WORKER
-    assert parsed.distributed_executor_backend is None  # the worker is asked for its drafts
+    assert parsed.distributed_executor_backend == ASSIST_EXECUTOR
+    _, other = plan(options=ServeOptions(assist=AssistModel("draft_model", "some/model")))
+    assert "disable_eagle_block_drop" not in other.speculative_config
     assert plan(options=options, cpu=False)[1].worker_cls == "auto"
     with pytest.raises(ConfigurationError, match="model 'other/head'"):
         plan("--spec-model", "other/head", options=options)

@@ -146,7 +146,7 @@ def _factors(here: _Cells, method: str) -> str:
 
 
 def _best_single(here: _Cells) -> str:
-    """The fastest method, over plain of the same repeats; not ours beside a model drafter, nor a part of it."""
+    """The fastest method over plain of the same repeats; not ours beside a model drafter or a part of it."""
     single = [cell for name, cell in here.items() if not name.startswith("agentspec-")]
     if not single:
         return "-"

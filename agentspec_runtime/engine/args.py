@@ -231,7 +231,7 @@ def cpu_environment(
     variables = {name: value for name, value in variables.items() if name not in environment}
     preloaded = environment.get(PRELOAD_VARIABLE, "")
     # Paths there end at colons and blanks; two OpenMP runtimes in one process are one too many.
-    if openmp is not None and "omp" not in preloaded and not re.search(r"[:\s]", str(openmp)):
+    if openmp and not re.search(r"lib[gi]?omp", preloaded) and not re.search(r"[:\s]", str(openmp)):
         variables[PRELOAD_VARIABLE] = f"{preloaded}:{openmp}".lstrip(":")
     return variables
 

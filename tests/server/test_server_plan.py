@@ -188,7 +188,9 @@ LIBRARY = Path("/env/lib/libiomp5.so")
     [
         (LIBRARY, True, None, str(LIBRARY)),
         (LIBRARY, True, "/usr/lib/libtcmalloc.so", f"/usr/lib/libtcmalloc.so:{LIBRARY}"),
+        (LIBRARY, True, "/home/tomp/libtcmalloc.so", f"/home/tomp/libtcmalloc.so:{LIBRARY}"),
         (LIBRARY, True, "/usr/lib/libgomp.so.1", None),
+        (LIBRARY, True, "/usr/lib/libomp5.so", None),
         (LIBRARY, False, None, None),
         (None, True, None, None),
         (Path("/my env/lib/libiomp5.so"), True, None, None),

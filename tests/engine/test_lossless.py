@@ -396,7 +396,8 @@ def test_nothing_went_wrong_inside(engine_server: Any, served: object) -> None:
     assert metric(engine_server.root_url, "agentspec_internal_errors_total") == 0
     log = engine_server.log.read_text(errors="replace")
     assert "agentspec: error in" not in log
-    assert "Traceback" not in log
+    # In dev mode (`test_operator.py` needs it) vLLM logs where a malformed request was refused.
+    assert not [line for line in log.splitlines() if "Traceback" in line and "[validation.py" not in line]
 
 
 # A stock client

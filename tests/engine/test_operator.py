@@ -78,17 +78,21 @@ def check(server: Any, plain_answers: dict[str, Answer], plain_server: Any) -> N
     with ThreadPoolExecutor(1) as pool:
         operator = pool.submit(work)
         try:
-            answers = ask_all(server.base_url, REQUESTS, at_once=16, headers={"x-tenant": "operator"})
+            rounds = []
+            while times < 3 and len(rounds) < 10:
+                rounds.append(
+                    ask_all(server.base_url, REQUESTS, at_once=16, headers={"x-tenant": "operator"})
+                )
         finally:
             done.set()
         operator.result()
     assert times >= 3
     assert metric(url, "vllm:num_preemptions_total") > thrown_out
-    for name, answer in answers.items():
+    for name, answer in (item for answers in rounds for item in answers.items()):
         assert (answer.status, answer.message) == (200, ""), name
         mine, theirs = answer.choices[0].token_ids, plain_answers[name].choices[0].token_ids
         if mine != theirs:
             explain(plain_server.base_url, REQUESTS[name], mine, theirs)
-    drafts = [answer.speculative or {} for answer in answers.values()]
+    drafts = [answer.speculative or {} for answers in rounds for answer in answers.values()]
     assert sum(draft.get("num_accepted_draft_tokens", 0) for draft in drafts) > 20
     assert metric(url, "agentspec_internal_errors_total") == errors

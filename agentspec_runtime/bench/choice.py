@@ -140,7 +140,7 @@ def _factors(here: _Cells, method: str) -> str:
         return "-"
     late = _late(here, cell)
     spread = ""
-    if cell.speedup_range and cell.repeats > 1:
+    if cell.speedup_range and cell.speedup_range[0] < cell.speedup_range[1]:
         spread = " ({:.2f}-{:.2f})".format(*cell.speedup_range)
     return f"{cell.speedup:.2f}{spread} / {'-' if late is None else f'{late:.2f}'}"
 
